@@ -1,0 +1,1 @@
+"""Input pipeline: sources of records, augmentation and evaluation transforms, batches."""

@@ -1,0 +1,197 @@
+"""Data sets as random-access sources of records, one function for all: `open_source`.
+
+A record is `{'image': encoded bytes or uint8 [h, w, c], 'label': int, 'id': int}`. The id is the
+index of the example in its named split, also when only a part of the split is read: example 100 of
+`train` has id 100 in `train[100:200]`. Images stay encoded, so that decoding happens in the
+workers. Sources are picklable; each process opens its own files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from cropr_jax.errors import ConfigError
+
+_SPLIT = re.compile(r"(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """A whole named split: image (encoded bytes or uint8 [h, w, c]) and label by index."""
+
+    class_names: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, index: int) -> tuple[bytes | np.ndarray, int]: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Examples `start` to `stop` of a split, in the split's own order.
+
+    Attributes:
+      reader: the whole split.
+      start, stop: the part of it that is read.
+    """
+
+    reader: Reader
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        index = int(index)
+        image, label = self.reader(self.start + index)
+        return {"image": image, "label": int(label), "id": self.start + index}
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.reader.class_names
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.reader.class_names)
+
+
+def parse_split(split: str) -> tuple[str, Callable[[int], tuple[int, int]]]:
+    """`'train[10%:500]'` to its name and a function from the split's size to (start, stop).
+
+    The same strings, with the same rounding, as TFDS's slicing API: `name`, `name[a:b]`, where a
+    bound is a number of examples, or per cent with `%`, counted from the end when negative.
+
+    Raises:
+      ConfigError: another string (sums of splits have no index of their own, so no ids).
+    """
+    match = _SPLIT.fullmatch(split)
+    if match is None:
+        raise ConfigError(
+            f"data split {split!r}: expected a name with at most one slice, such as 'train', "
+            "'train[:99%]' or 'train[100:200]'."
+        )
+    name, low, high = match.groups()
+
+    def bounds(size: int) -> tuple[int, int]:
+        start = 0 if low is None else _bound(low, size)
+        stop = size if high is None else _bound(high, size)
+        if not 0 <= start < stop <= size:
+            raise ConfigError(
+                f"data split {split!r}: examples {start} to {stop} of {size} are none or do not "
+                "exist. Choose a slice inside the split."
+            )
+        return start, stop
+
+    return name, bounds
+
+
+def _bound(text: str, size: int) -> int:
+    value = int(text.rstrip("%"))
+    if text.endswith("%"):
+        value = int(round(value * size / 100.0))
+    return size + value if text.startswith("-") else value
+
+
+def data_root(data: Mapping[str, Any], env: str = "", default: str = "") -> Path:
+    """The folder of the data set: `data.dir`, else the environment variable `env`, else `default`.
+
+    Raises:
+      ConfigError: neither is given, or the folder does not exist.
+    """
+    folder = data.get("dir", "") or (os.environ.get(env, "") if env else "") or default
+    setting = f"the environment variable {env} or config.data.dir" if env else "config.data.dir"
+    if not folder:
+        raise ConfigError(
+            f"data set {data.get('name', data['source'])!r}: no folder given. Set {setting}."
+        )
+    path = Path(os.path.expanduser(folder))
+    if not path.is_dir():
+        raise ConfigError(
+            f"data set {data.get('name', data['source'])!r}: {path} is no folder. "
+            f"Put the data there, or set {setting}."
+        )
+    return path
+
+
+def open_source(data: Mapping[str, Any], split: str) -> Source:
+    """Opens one split of the data set that a config's `data` names.
+
+    Args:
+      data: `config.data`. Fields read: `source`, one of
+        `tfds` (`name`, `dir`; TFDS-prepared, array_record or tfrecord),
+        `arrays` (`dir/{split}*.npz` with images, labels, class_names),
+        `image_folder` (`dir/split/class/*.jpg` or `labels.json`; `num_classes` where the numbers
+        in a labels.json do not reach the last class),
+        `fake` (`num_examples`, `image_size`, `num_classes`: made-up images);
+        `env`: the environment variable that gives the folder when `dir` is empty.
+      split: such as `'train'`, `'train[:99%]'`, `'validation[100:200]'`.
+
+    Raises:
+      ConfigError: the data set or the split is not there; the message says what was looked for,
+        where, and which variable to set.
+    """
+    # Only what is used is imported: TFDS takes a second, and image folders do without it.
+    name, bounds = parse_split(split)
+    kind = data["source"]
+    if kind == "tfds":
+        from cropr_jax.data.tfds_source import open_tfds
+
+        reader = open_tfds(data, name)
+    elif kind == "arrays":
+        from cropr_jax.data.arrays import Arrays
+
+        reader = Arrays.from_folder(data_root(data, data.get("env", "")), name)
+    elif kind == "image_folder":
+        from cropr_jax.data.image_folder import open_image_folder
+
+        reader = open_image_folder(
+            data_root(data, data.get("env", "")), name, data.get("num_classes", 0)
+        )
+    elif kind == "fake":
+        reader = Fake(
+            num_examples=data["num_examples"],
+            image_size=tuple(data["image_size"]),
+            num_classes=data["num_classes"],
+        )
+    else:
+        raise ConfigError(
+            f"config.data.source is {kind!r}, expected one of tfds, arrays, image_folder, fake."
+        )
+    return Source(reader, *bounds(len(reader)))
+
+
+@dataclass(frozen=True)
+class Fake:
+    """Made-up images that tell their class by brightness, the same in every process.
+
+    Attributes:
+      num_examples: how many; example i has class i modulo `num_classes`.
+      image_size: (h, w) in pixels.
+      num_classes: how many classes.
+    """
+
+    num_examples: int
+    image_size: tuple[int, int]
+    num_classes: int
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(f"class {i}" for i in range(self.num_classes))
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __call__(self, index: int) -> tuple[np.ndarray, int]:
+        label = index % self.num_classes
+        noise = np.random.default_rng(index).integers(0, 128, (*self.image_size, 3))
+        return (noise + 127 * label // max(self.num_classes - 1, 1)).astype(np.uint8), label
