@@ -1,0 +1,190 @@
+"""From records to normalised float images: decoding, evaluation and training transforms.
+
+Sizes are (h, w) in pixels, images RGB; `mean` and `std` refer to values scaled to 0 .. 1. The
+evaluation half imports nothing but NumPy and Pillow, so that the predictor can use it.
+
+Sources: benbergner/cropr `cls/utils.py:build_transform`, timm 1.0.3 `transforms_factory.py`,
+pytorch/vision `transforms/functional.py:resize, center_crop`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from cropr_jax.errors import ConfigError
+
+Record = Mapping[str, Any]
+
+
+def decode(image: bytes | np.ndarray | Image.Image) -> Image.Image:
+    """An RGB Pillow image from encoded bytes or uint8 [h, w], [h, w, 1] or [h, w, 3].
+
+    Grey images are replicated to three channels; other modes (CMYK, palette) are converted.
+
+    Raises:
+      ValueError: an array of another type or shape, or bytes that Pillow cannot read.
+    """
+    if isinstance(image, bytes | bytearray | memoryview):
+        image = Image.open(io.BytesIO(image))
+    elif isinstance(image, np.ndarray):
+        if (
+            image.dtype != np.uint8
+            or image.ndim not in (2, 3)
+            or image.shape[2:]
+            not in (
+                (),
+                (1,),
+                (3,),
+            )
+        ):
+            raise ValueError(
+                f"image is {image.dtype} {list(image.shape)}, expected uint8 [h, w, 3], "
+                "[h, w, 1] or [h, w]"
+            )
+        image = Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def normalize(image: Image.Image, mean: tuple, std: tuple) -> np.ndarray:
+    """(image / 255 - mean) / std, float32 [h, w, 3]."""
+    pixels = np.asarray(image, np.float32) / np.float32(255)
+    return (pixels - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
+
+
+def resize_shorter_side(image: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:
+    """Resizes, keeping the aspect ratio, until the image just covers `size` (h, w).
+
+    The side that decides becomes exactly that of `size`; the other is truncated to an integer, as
+    torchvision does. For a square `size` this is its "resize the shorter side".
+    """
+    height, width = size
+    if width * image.height >= height * image.width:
+        new = (width, max(height, int(width * image.height / image.width)))
+    else:
+        new = (max(width, int(height * image.width / image.height)), height)
+    return image if new == image.size else image.resize(new, resample)
+
+
+def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The central `size` (h, w), offset rounded half to even, as torchvision does.
+
+    Raises:
+      ValueError: the image is smaller than `size`.
+    """
+    height, width = size
+    if image.height < height or image.width < width:
+        raise ValueError(
+            f"image is {image.height}x{image.width}, smaller than the crop {height}x{width}; "
+            "set preprocess.crop_ratio to a number, so that it is resized first"
+        )
+    top, left = round((image.height - height) / 2), round((image.width - width) / 2)
+    return image.crop((left, top, left + width, top + height))
+
+
+def resample_filter(name: str) -> int:
+    """Pillow's filter of that name.
+
+    Raises:
+      ConfigError: not bicubic, bilinear, lanczos or nearest.
+    """
+    filters = {f.name.lower(): f for f in Image.Resampling}
+    if name not in ("bicubic", "bilinear", "lanczos", "nearest"):
+        raise ConfigError(
+            f"config.preprocess.interpolation is {name!r}, expected bicubic, bilinear, lanczos or "
+            "nearest."
+        )
+    return filters[name]
+
+
+def eval_image(image: Image.Image, preprocess: Mapping[str, Any]) -> Image.Image:
+    """Resizes to res / crop_ratio and crops the centre; `crop_ratio='none'` only crops.
+
+    The resized side is truncated to an integer. With ratio 0.875 at 224 it is 256; the released
+    recipes use 1.0 above 224.
+    """
+    res = tuple(preprocess["res"])
+    ratio = preprocess["crop_ratio"]
+    if ratio != "none":
+        size = (int(res[0] / ratio), int(res[1] / ratio))
+        image = resize_shorter_side(image, size, resample_filter(preprocess["interpolation"]))
+    return center_crop(image, res)
+
+
+def eval_transform(preprocess: Mapping[str, Any]) -> Callable[[Record], np.ndarray]:
+    """The evaluation transform: record -> float32 [h, w, 3].
+
+    Args:
+      preprocess: `config.preprocess`: `res` (h, w), `mean`, `std`, `interpolation`, `crop_ratio`.
+    """
+    preprocess = _checked(preprocess)
+
+    def transform(record: Record) -> np.ndarray:
+        image = eval_image(decode(record["image"]), preprocess)
+        return normalize(image, preprocess["mean"], preprocess["std"])
+
+    return transform
+
+
+def train_transform(
+    preprocess: Mapping[str, Any],
+) -> Callable[[Record, np.random.Generator], np.ndarray]:
+    """The training transform: (record, rng) -> float32 [h, w, 3].
+
+    Random resized crop (with `train.crop_scale` 'none': the evaluation's resize and crop), flip,
+    RandAugment, normalisation, random erasing, in timm's order.
+
+    Args:
+      preprocess: `config.preprocess`; `train` has `crop_scale`, `flip`, `rand_augment` ('' = off),
+        `erase` (probability).
+
+    Raises:
+      ConfigError: a field that cannot be read, before any image is.
+    """
+    # The predictor uses this module without these.
+    from cropr_jax.data import augment, rand_augment
+
+    preprocess = _checked(preprocess)
+    train = dict(preprocess["train"])
+    policy = rand_augment.parse_policy(train["rand_augment"]) if train["rand_augment"] else None
+    # timm fills with the rounded mean colour: (124, 116, 104) for ImageNet's.
+    red, green, blue = (min(255, round(255 * value)) for value in preprocess["mean"])
+    scale = train["crop_scale"]
+    resample = resample_filter(preprocess["interpolation"])
+
+    def transform(record: Record, rng: np.random.Generator) -> np.ndarray:
+        image = decode(record["image"])
+        if scale in ("none", None):
+            image = eval_image(image, preprocess)
+        else:
+            image = augment.random_resized_crop(image, preprocess["res"], scale, resample, rng)
+        if train["flip"]:
+            image = augment.random_flip(image, rng)
+        if policy is not None:
+            image = rand_augment.rand_augment(image, policy, (red, green, blue), rng)
+        pixels = normalize(image, preprocess["mean"], preprocess["std"])
+        return augment.random_erasing(pixels, train["erase"], rng) if train["erase"] else pixels
+
+    return transform
+
+
+def _checked(preprocess: Mapping[str, Any]) -> dict[str, Any]:
+    """A plain, picklable copy; errors name the field."""
+    fields = dict(preprocess)
+    for name, length in (("res", 2), ("mean", 3), ("std", 3)):
+        fields[name] = tuple(fields[name])
+        if len(fields[name]) != length:
+            raise ConfigError(
+                f"config.preprocess.{name} is {fields[name]}, expected {length} values."
+            )
+    ratio = fields["crop_ratio"]
+    if ratio != "none" and not (isinstance(ratio, int | float) and 0 < ratio <= 1):
+        raise ConfigError(
+            f"config.preprocess.crop_ratio is {ratio!r}, expected a number in (0, 1] or 'none'."
+        )
+    resample_filter(fields["interpolation"])
+    return fields
