@@ -1,0 +1,13 @@
+"""Errors that are the user's to mend, told in one line without a traceback."""
+
+
+class ConfigError(ValueError):
+    """A config field, file or command that cannot work.
+
+    The message names the field or file, what was found, what was expected and what to do.
+    `run.py` and the other commands print it as one line and exit with status 2.
+    """
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that does not belong to the model it is asked to fill, or cannot be read."""

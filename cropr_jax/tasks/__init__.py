@@ -1,0 +1,24 @@
+"""What differs by task: targets, losses, metrics.
+
+A task is a module with `losses(logits, auxiliary, targets)`, `evaluation_sums(logits, labels,
+mask)`, `summarize(batches)`, and `BEST`, the metric by which checkpoints are ranked (higher is
+better).
+"""
+
+from types import ModuleType
+
+from cropr_jax.errors import ConfigError
+from cropr_jax.tasks import classification
+
+TASKS: dict[str, ModuleType] = {"classification": classification}
+
+
+def get(name: str) -> ModuleType:
+    """The task of that name.
+
+    Raises:
+      ConfigError: on an unknown name.
+    """
+    if name not in TASKS:
+        raise ConfigError(f"config.task: found {name!r}, expected one of {sorted(TASKS)}")
+    return TASKS[name]

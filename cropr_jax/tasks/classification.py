@@ -1,0 +1,95 @@
+"""Classification: targets, main and auxiliary loss, accuracy.
+
+Letters: b images, n queries, c classes.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Sums = dict[str, jax.Array]
+
+BEST = "top1"
+
+
+def cross_entropy(
+    logits: Float[Array, "*b c"], targets: Float[Array, "*b c"]
+) -> Float[Array, "*b"]:
+    """Soft-target cross-entropy of each row, in float32."""
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return -jnp.sum(targets * log_p, axis=-1)
+
+
+def losses(
+    logits: Float[Array, "b c"],
+    auxiliary: Sequence[Float[Array, "b n c"]],
+    targets: Float[Array, "b c"],
+) -> tuple[Float[Array, ""], Sums]:
+    """Main loss plus every auxiliary loss, all on the same (mixed, smoothed) targets, weight 1.
+
+    Source: `benbergner/cropr: cls/engine.py`; with several queries each of them predicts the class
+    and their losses are averaged.
+
+    Returns:
+      The sum that is minimised, and the parts: `main`, and `auxiliary`, the mean over the sites.
+    """
+    main = cross_entropy(logits, targets).mean()
+    parts = [
+        cross_entropy(site, jnp.broadcast_to(targets[:, None], site.shape)).mean()
+        for site in auxiliary
+    ]
+    total = main + sum(parts)
+    metrics = {"main_loss": main}
+    if parts:
+        metrics["auxiliary_loss"] = sum(parts) / len(parts)
+    return total, metrics
+
+
+def rank_of_label(logits: Float[Array, "b c"], labels: Int[Array, "b"]) -> Int[Array, "b"]:
+    """Classes that come before the label: 0 where it is the prediction.
+
+    Of equal logits the lower class comes first, as with argmax. A row with a NaN ranks its label
+    last: a broken model must not be counted as right.
+    """
+    own = jnp.take_along_axis(logits, labels[:, None], axis=1)
+    classes = jnp.arange(logits.shape[1])[None, :]
+    before = (logits > own) | ((logits == own) & (classes < labels[:, None]))
+    broken = jnp.isnan(logits).any(axis=1)
+    return jnp.where(broken, logits.shape[1], before.sum(axis=1))
+
+
+def evaluation_sums(
+    logits: Float[Array, "b c"], labels: Int[Array, "b"], mask: Bool[Array, "b"]
+) -> Sums:
+    """Sums over the examples that `mask` marks as real: count, right ones, loss.
+
+    Counts are integers, so that they are exact however the examples are cut into batches.
+    """
+    rank = rank_of_label(logits, labels)
+    targets = jax.nn.one_hot(labels, logits.shape[1], dtype=jnp.float32)
+    loss = jnp.where(mask, cross_entropy(logits, targets), 0.0)
+    return {
+        "count": mask.sum(dtype=jnp.int32),
+        "top1": (mask & (rank < 1)).sum(dtype=jnp.int32),
+        "top5": (mask & (rank < 5)).sum(dtype=jnp.int32),
+        "loss": loss.sum(),
+    }
+
+
+def summarize(batches: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Fractions and mean loss over all batches of a split.
+
+    Args:
+      batches: sums of `evaluation_sums`, on the host.
+
+    Raises:
+      ValueError: if no example was counted.
+    """
+    count = sum(int(sums["count"]) for sums in batches)
+    if not count:
+        raise ValueError("evaluation saw no example: the split is empty or wholly masked")
+    names = ("top1", "top5", "loss")
+    result = {name: sum(float(sums[name]) for sums in batches) / count for name in names}
+    return {**result, "examples": count}

@@ -1,0 +1,94 @@
+"""The device mesh and what lies where on it.
+
+Two axes, both with automatic partitioning (`AxisType.Auto`): the batch is cut over `data` and
+`fsdp`, parameters and moments over `fsdp` alone. This is `jax.jit` with `NamedSharding`, which used
+to be called pjit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cropr_jax.errors import ConfigError
+
+BATCH = P(("data", "fsdp"))
+
+
+def make_mesh(data: int = -1, fsdp: int = 1) -> Mesh:
+    """Mesh of all devices of all hosts, `data` x `fsdp`.
+
+    Args:
+      data: size of the data axis, -1 for all devices that `fsdp` leaves.
+      fsdp: size of the axis over which parameters are cut, 1 for copies everywhere.
+
+    Raises:
+      ConfigError: if the two sizes do not multiply to the number of devices.
+    """
+    devices = jax.device_count()
+    if fsdp < 1 or devices % fsdp:
+        raise ConfigError(f"config.mesh.fsdp = {fsdp} does not divide the {devices} devices")
+    size = devices // fsdp if data == -1 else data
+    if size * fsdp != devices:
+        raise ConfigError(
+            f"config.mesh.data x mesh.fsdp = {size} x {fsdp}, but there are {devices} devices: set "
+            "config.mesh.data=-1 to take what is left"
+        )
+    return jax.make_mesh((size, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def parameter_spec(shape: tuple[int, ...], fsdp: int) -> P:
+    """Cuts the largest axis that `fsdp` divides; vectors and scalars are copied.
+
+    Of equally large axes the last one is cut. Moments have the shapes of their parameters, so the
+    same rule gives them the same place.
+    """
+    if fsdp == 1 or len(shape) < 2:
+        return P()
+    candidates = [axis for axis, size in enumerate(shape) if size % fsdp == 0]
+    if not candidates:
+        return P()
+    axis = max(candidates, key=lambda a: (shape[a], a))
+    return P(*(("fsdp" if a == axis else None) for a in range(axis + 1)))
+
+
+def state_shardings(abstract: Any, mesh: Mesh) -> Any:
+    """Sharding of every array of a state, by `parameter_spec`.
+
+    Args:
+      abstract: tree of arrays or `ShapeDtypeStruct`s.
+      mesh: from `make_mesh`.
+    """
+    fsdp = mesh.shape["fsdp"]
+    return jax.tree.map(
+        lambda leaf: NamedSharding(mesh, parameter_spec(leaf.shape, fsdp)), abstract
+    )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Examples over all devices."""
+    return NamedSharding(mesh, BATCH)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A copy on each device."""
+    return NamedSharding(mesh, P())
+
+
+def place(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Puts this process's share of a global batch on its devices; does not wait.
+
+    Args:
+      batch: arrays whose first axis is this process's part of the global batch, in the order of
+        processes.
+      mesh: from `make_mesh`.
+    """
+    sharding = batch_sharding(mesh)
+    return {
+        name: jax.make_array_from_process_local_data(sharding, array)
+        for name, array in batch.items()
+    }

@@ -1,0 +1,192 @@
+"""One training step and one evaluation step, as pure functions for `jax.jit`.
+
+Everything random is folded from (seed, step, example or group), so devices, hosts and micro-batches
+change no number but the order of sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax.sharding import Mesh
+
+from cropr_jax import rng
+from cropr_jax.train import mixup, optimizer, sharding
+from cropr_jax.train.optimizer import Flat, TrainState
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+# What the keys that are folded from the seed are for.
+INIT_KEY, MODEL_KEY, MIXUP_KEY, EVAL_KEY = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a step is made of; all of it is fixed before tracing.
+
+    Attributes:
+      model: training form.
+      task: module of `cropr_jax.tasks`.
+      optimizer: transformation of flat trainable gradients.
+      schedule: learning rate by step, for the log.
+      trainable: names of the parameters that are trained.
+      mixing: mixup, CutMix and label smoothing.
+      accum_steps: micro-batches of a step.
+      ema: decay of the average of parameters, None for no average.
+      seed: of the run.
+      mesh: devices.
+    """
+
+    model: nn.Module
+    task: ModuleType
+    optimizer: optax.GradientTransformation
+    schedule: Callable[[jax.Array], jax.Array]
+    trainable: Sequence[str]
+    mixing: mixup.MixupConfig
+    accum_steps: int
+    ema: float | None
+    seed: int
+    mesh: Mesh
+
+    def key(self, purpose: int) -> jax.Array:
+        """Key of the run for one purpose."""
+        return jax.random.fold_in(jax.random.key(self.seed), purpose)
+
+    def loss(self, chosen: Flat, frozen: Flat, batch: Batch, step: jax.Array):
+        """Loss of a micro-batch `{image, targets, id}` and its parts."""
+        # Not differentiating the frozen ones keeps the whole backward pass below them out.
+        params = optimizer.merge(gather(chosen, self.mesh), gather(frozen, self.mesh))
+        keys = rng.example_keys(self.key(MODEL_KEY), step, batch["id"])
+        logits, out = self.model.apply({"params": params}, batch["image"], train=True, keys=keys)
+        return self.task.losses(logits, out["auxiliary"], batch["targets"])
+
+    def gradients(
+        self, chosen: Flat, frozen: Flat, batch: Batch, step: jax.Array
+    ) -> tuple[Flat, Metrics]:
+        """Mean gradient and metrics over the micro-batches.
+
+        Micro-batch j takes every `accum_steps`-th image from j on: with the batch cut over devices
+        each device slices its own part, and nothing is exchanged.
+        """
+        differentiate = jax.value_and_grad(self.loss, has_aux=True)
+
+        def one(micro: Batch) -> tuple[Flat, Metrics]:
+            (loss, parts), grads = differentiate(chosen, frozen, micro, step)
+            return grads, {"loss": loss, **parts}
+
+        if self.accum_steps == 1:
+            return one(batch)
+
+        strided = {
+            name: x.reshape(x.shape[0] // self.accum_steps, self.accum_steps, *x.shape[1:])
+            for name, x in batch.items()
+        }
+
+        def pick(j: jax.Array) -> Batch:
+            return {
+                name: jax.lax.dynamic_index_in_dim(x, j, axis=1, keepdims=False)
+                for name, x in strided.items()
+            }
+
+        def add(total: Any, j: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, one(pick(j))), None
+
+        first = one(pick(jnp.asarray(0)))
+        total, _ = jax.lax.scan(add, first, jnp.arange(1, self.accum_steps))
+        return jax.tree.map(lambda x: x / self.accum_steps, total)
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One optimizer step on a global batch.
+
+        Args:
+          state: before the step; to be donated.
+          batch: `image` float32 [b, h, w, 3] normalised, `label` int [b], `id` int [b].
+
+        Returns:
+          The state after the step, and scalars: loss and its parts, learning rate, gradient norm.
+        """
+        mix_key = jax.random.fold_in(self.key(MIXUP_KEY), state.step)
+        images, targets = mixup.mix(
+            self.mixing, mix_key, batch["image"], batch["label"], self.model.num_classes
+        )
+        mixed = {"image": images, "targets": targets, "id": batch["id"]}
+        chosen, frozen = optimizer.split(state.params, self.trainable)
+        grads, metrics = self.gradients(chosen, frozen, mixed, state.step)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, chosen)
+        chosen = optax.apply_updates(chosen, updates)
+        metrics |= {
+            "learning_rate": self.schedule(state.step),
+            "gradient_norm": optax.tree.norm(grads),
+        }
+        after = TrainState(
+            step=state.step + 1,
+            params=optimizer.merge(chosen, frozen),
+            opt_state=opt_state,
+            ema=optimizer.update_ema(state.ema, chosen, self.ema),
+        )
+        return after, metrics
+
+    def evaluate(self, params: dict[str, Any], batch: Batch) -> Metrics:
+        """Sums over the real examples of a batch `{image, label, id, mask}`."""
+        params = gather(params, self.mesh)
+        keys = rng.example_keys(self.key(EVAL_KEY), 0, batch["id"])
+        logits, _ = self.model.apply({"params": params}, batch["image"], train=False, keys=keys)
+        return self.task.evaluation_sums(logits, batch["label"], batch["mask"])
+
+
+def gather(params: Any, mesh: Mesh) -> Any:
+    """Whole parameters on every device, of parameters cut over `fsdp`.
+
+    Said outright, since the partitioner would else be free to cut the width of the activations.
+    The gradient goes back to the device that holds the part (a reduce-scatter).
+    """
+    if mesh.shape["fsdp"] == 1:
+        return params
+    whole = sharding.replicated(mesh)
+
+    def one(leaf: jax.Array, part: jax.sharding.NamedSharding) -> jax.Array:
+        def constrain(x):
+            return jax.lax.with_sharding_constraint(x, whole)
+
+        collect = jax.custom_vjp(constrain)
+        collect.defvjp(
+            lambda x: (constrain(x), None),
+            lambda _, grad: (jax.lax.with_sharding_constraint(grad, part),),
+        )
+        return collect(leaf)
+
+    return jax.tree.map(one, params, sharding.state_shardings(params, mesh))
+
+
+def jit_train(step: Step, shardings: Any) -> Any:
+    """`step.train` under `jax.jit`: state donated and left where it lies, batch over all devices.
+
+    Args:
+      step: its parts.
+      shardings: of the state, from `sharding.state_shardings`.
+    """
+    batch = sharding.batch_sharding(step.mesh)
+    return jax.jit(
+        step.train,
+        in_shardings=(shardings, batch),
+        out_shardings=(shardings, sharding.replicated(step.mesh)),
+        donate_argnums=0,
+    )
+
+
+def jit_evaluate(step: Step, shardings: Any) -> Any:
+    """`step.evaluate` under `jax.jit`; `shardings` are those of the parameters."""
+    batch = sharding.batch_sharding(step.mesh)
+    return jax.jit(
+        step.evaluate,
+        in_shardings=(shardings, batch),
+        out_shardings=sharding.replicated(step.mesh),
+    )

@@ -1,0 +1,181 @@
+"""Masks, layer-wise decay, freezing, clipping and averaging."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cropr_jax import models
+from cropr_jax.errors import ConfigError
+from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.train import optimizer
+from cropr_jax.train.optimizer import adamw, flatten, layer_multipliers, match
+
+
+def tiny(**kwargs):
+    reduction = kwargs.pop("reduction", {"name": "cropr", "rate": 2, "fusion": "llf"})
+    return models.create(
+        {
+            "width": 8,
+            "depth": 4,
+            "heads": 2,
+            "patch": 4,
+            "image_size": 16,
+            "num_classes": 3,
+            "reduction": reduction,
+            **kwargs,
+        }
+    )
+
+
+def names_of(model):
+    return list(flatten(models.abstract_params(model)))
+
+
+def variants():
+    for name in ("none", *REDUCERS):
+        yield tiny(reduction={"name": name, "rate": 2, "fusion": "llf"})
+    options = {"heads": 2, "projections": True, "pre_norm": True}
+    yield tiny(reduction={"name": "cropr", "rate": 2, "fusion": "llf", "options": options})
+    yield tiny(pool="cls", layer_scale=1e-5)
+    yield tiny(prefix=0, pool="mean_patches")
+
+
+def test_rules_cover_every_variant():
+    for model in variants():
+        names = names_of(model)
+        decay = match(names, optimizer.WEIGHT_DECAY, "weight decay")
+        assert set(decay) == set(names)
+        for name, value in decay.items():
+            last = name.rsplit("/", 1)[-1]
+            assert value == (last in ("kernel", "queries", "query")), name
+
+
+def test_attention_biases_of_rank_two_are_not_decayed():
+    params = flatten(models.abstract_params(tiny()))
+    name = "block_0/attn/query/bias"
+    assert len(params[name].shape) == 2
+    assert match([name], optimizer.WEIGHT_DECAY, "weight decay") == {name: 0.0}
+
+
+def test_uncovered_parameter_is_named():
+    with pytest.raises(ConfigError, match="weight decay of parameter 'block_0/new'"):
+        match(["head/bias", "block_0/new"], optimizer.WEIGHT_DECAY, "weight decay")
+
+
+def test_first_match_wins():
+    assert match(["a/b"], [("a/.*", 1), (".*", 2)], "x") == {"a/b": 1}
+
+
+def test_layer_multipliers_of_vit_l():
+    names = [
+        "cls",
+        "pos_embed",
+        "patch_embed/kernel",
+        "block_0/norm1/scale",
+        "block_1/mlp/fc1/bias",
+        "block_10/norm1/scale",
+        "block_23/attn/out/kernel",
+        "fc_norm/scale",
+        "head/kernel",
+        "norm/bias",
+        "reducer_0/scorer/queries",
+        "reducer_21/auxiliary_head/linear/kernel",
+    ]
+    got = layer_multipliers(names, 24, 0.75)
+    power = {
+        "cls": 25,
+        "pos_embed": 25,
+        "patch_embed/kernel": 25,
+        "block_0/norm1/scale": 24,
+        "block_1/mlp/fc1/bias": 23,
+        "block_10/norm1/scale": 14,
+        "block_23/attn/out/kernel": 1,
+    }
+    assert got == {name: 0.75 ** power.get(name, 0) for name in names}
+
+
+def test_layer_multipliers_name_a_block_too_many():
+    with pytest.raises(ConfigError, match="block_4/norm1/scale"):
+        layer_multipliers(["block_4/norm1/scale"], 4, 0.5)
+
+
+def test_depth_is_read_off_the_names():
+    assert optimizer.depth_of(names_of(tiny())) == 4
+
+
+def test_adamw_by_hand():
+    """Two steps of torch's AdamW in NumPy, with layer factors and a rate that changes."""
+    params = {"block_0/mlp/fc1/kernel": jnp.array([[1.0, -2.0]]), "head/bias": jnp.array([3.0])}
+    rates = (0.1, 0.05)
+    made = adamw(
+        tuple(params), 1, lambda step: jnp.asarray(rates)[step], weight_decay=0.2, layer_decay=0.5
+    )
+    expected = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    moments = {name: (np.zeros_like(v), np.zeros_like(v)) for name, v in expected.items()}
+    state = made.init(params)
+    for t, rate in enumerate(rates, start=1):
+        grads = {name: value * 0.3 * t for name, value in params.items()}
+        for name, (m, v) in moments.items():
+            g = np.asarray(grads[name], np.float64)
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            moments[name] = m, v
+            lr = rate * (0.5 if name.startswith("block_0") else 1.0)
+            wd = 0.2 if name.endswith("kernel") else 0.0
+            adam = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+            expected[name] = expected[name] * (1 - lr * wd) - lr * adam
+        updates, state = made.update(grads, state, params)
+        params = {name: params[name] + updates[name] for name in params}
+    for name, value in expected.items():
+        np.testing.assert_allclose(params[name], value, rtol=1e-5)
+
+
+def test_clipping():
+    made = adamw(("head/bias",), 0, lambda step: 1.0, clip_norm=1.0, betas=(0.0, 0.0), eps=1.0)
+    params = {"head/bias": jnp.zeros(2)}
+    updates, _ = made.update({"head/bias": jnp.array([3.0, 4.0])}, made.init(params), params)
+    np.testing.assert_allclose(updates["head/bias"], [-0.6 / 1.6, -0.8 / 1.8], rtol=1e-6)
+
+
+def test_frozen_parameters_have_no_state():
+    params = models.init(tiny(), jax.random.key(0))
+    names = list(flatten(params))
+    freeze = (r"block_\d+/.*", "cls|pos_embed", "patch_embed/.*")
+    trainable = optimizer.trainable_names(names, freeze)
+    assert trainable and all(n.startswith(("fc_norm", "head", "reducer_")) for n in trainable)
+    made = adamw(trainable, 4, lambda step: 0.1)
+    state = optimizer.create_state(params, made, trainable, ema=True)
+    held = optimizer.split(params, trainable)[0]
+    size = sum(leaf.size for leaf in held.values())
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert sum(leaf.size for leaf in moments) == 2 * size
+    assert set(state.ema) == set(trainable)
+
+
+def test_freezing_nothing_or_everything_is_a_mistake():
+    with pytest.raises(ConfigError, match="'blok.*' matches no parameter"):
+        optimizer.trainable_names(["head/bias", "cls"], ("blok.*",))
+    with pytest.raises(ConfigError, match="leaves no parameter"):
+        optimizer.trainable_names(["head/bias"], (".*",))
+
+
+def test_split_and_merge():
+    params = models.init(tiny(), jax.random.key(0))
+    chosen, frozen = optimizer.split(params, ["cls", "head/bias"])
+    assert set(chosen) == {"cls", "head/bias"}
+    again = optimizer.merge(chosen, frozen)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+
+
+def test_average_of_parameters():
+    state = optimizer.TrainState(
+        jnp.array(1),
+        {"head": {"bias": jnp.array([2.0]), "kernel": jnp.array([5.0])}},
+        (),
+        {"head/bias": jnp.array([1.0])},
+    )
+    ema = optimizer.update_ema(state.ema, {"head/bias": jnp.array([2.0])}, 0.75)
+    np.testing.assert_allclose(ema["head/bias"], [1.25])
+    evaluated = optimizer.evaluation_params(state)["head"]
+    assert (float(evaluated["bias"][0]), float(evaluated["kernel"][0])) == (1.0, 5.0)
+    assert optimizer.update_ema(None, {}, None) is None
