@@ -1,0 +1,150 @@
+"""Weights in timm's names and PyTorch's layout, and the authors' Cropr modules, into our tree.
+
+MAE, timm and benbergner/cropr share the names of the backbone. Letters: d width, h heads, k head
+width.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flax import traverse_util
+
+from cropr_jax.errors import ConfigError
+
+Arrays = Mapping[str, np.ndarray]
+
+# Names of the authors' Cropr module (benbergner/cropr: cls/cropr.py) and ours, without the site.
+CROPR_NAMES = {
+    "cross_attn.queries": "scorer/queries",
+    "cross_attn.attn_norm": "scorer/norm",
+    "cross_attn.q": "scorer/query",
+    "cross_attn.k": "scorer/key",
+    "cross_attn.v": "aggregator/value",
+    "cross_attn.proj": "aggregator/out",
+    "cross_attn.mlp_norm": "aggregator/norm",
+    "cross_attn.mlp.fc1": "aggregator/mlp/fc1",
+    "cross_attn.mlp.fc2": "aggregator/mlp/fc2",
+    "head.norm": "auxiliary_head/norm",
+    "head.head": "auxiliary_head/linear",
+}
+
+
+def _leaf(name: str, kind: str, value: np.ndarray) -> tuple[str, np.ndarray]:
+    """Our leaf and layout of a PyTorch weight or bias, by its rank."""
+    if kind == "bias":
+        return f"{name}/bias", value
+    if value.ndim == 4:
+        return f"{name}/kernel", value.transpose(2, 3, 1, 0)
+    if value.ndim == 2:
+        return f"{name}/kernel", value.T
+    return f"{name}/scale", value
+
+
+def _attention(block: str, name: str, kind: str, value: np.ndarray, heads: int):
+    """Leaves of `attn.qkv` (fused, head-major inside q, k and v) and `attn.proj`."""
+    width = value.shape[0] if name == "proj" else value.shape[0] // 3
+    head_width = width // heads
+    if name == "proj":
+        if kind == "bias":
+            yield f"{block}/attn/out/bias", value
+        else:
+            yield f"{block}/attn/out/kernel", value.T.reshape(heads, head_width, width)
+        return
+    for part, rows in zip(("query", "key", "value"), np.split(value, 3), strict=True):
+        if kind == "bias":
+            yield f"{block}/attn/{part}/bias", rows.reshape(heads, head_width)
+        else:
+            kernel = rows.reshape(heads, head_width, width).transpose(2, 0, 1)
+            yield f"{block}/attn/{part}/kernel", kernel
+
+
+def _convert(name: str, value: np.ndarray, heads: int):
+    """(our name, array) for each leaf that a PyTorch entry becomes."""
+    if name == "cls_token":
+        yield "cls", value
+    elif name == "pos_embed":
+        yield "pos_embed", value
+    elif match := re.fullmatch(r"blocks\.(\d+)\.attn\.(qkv|proj)\.(weight|bias)", name):
+        yield from _attention(f"block_{match[1]}", match[2], match[3], value, heads)
+    elif match := re.fullmatch(r"blocks\.(\d+)\.ls([12])\.gamma", name):
+        yield f"block_{match[1]}/layer_scale{match[2]}/gamma", value
+    elif match := re.fullmatch(r"blocks\.(\d+)\.(norm[12]|mlp\.fc[12])\.(weight|bias)", name):
+        yield _leaf(f"block_{match[1]}/{match[2].replace('.', '/')}", match[3], value)
+    elif match := re.fullmatch(r"cropr\.(\d+)\.(.+)", name):
+        yield cropr_leaf(f"reducer_{match[1]}/", match[2], value)
+    elif match := re.fullmatch(r"(patch_embed)\.proj\.(weight|bias)", name):
+        yield _leaf(match[1], match[2], value)
+    elif match := re.fullmatch(r"(norm|fc_norm|head)\.(weight|bias)", name):
+        yield _leaf(match[1], match[2], value)
+    else:
+        raise ConfigError(f"weights: {name!r} is no parameter of a timm ViT or of Cropr")
+
+
+def cropr_leaf(prefix: str, name: str, value: np.ndarray) -> tuple[str, np.ndarray]:
+    """Our name and layout of one entry of the authors' Cropr module.
+
+    Raises:
+      ConfigError: if the module has no such entry.
+    """
+    if name == "cross_attn.queries":
+        return prefix + CROPR_NAMES[name], value[0]
+    module, _, kind = name.rpartition(".")
+    if module not in CROPR_NAMES or kind not in ("weight", "bias"):
+        raise ConfigError(f"weights: {name!r} is no parameter of a Cropr module")
+    return _leaf(prefix + CROPR_NAMES[module], kind, value)
+
+
+def from_state_dict(state_dict: Arrays, heads: int) -> dict[str, Any]:
+    """Our parameter tree, with whatever leaves the state dict holds.
+
+    Args:
+      state_dict: arrays under timm's names; linear weights are [out, in], kernels [d, 3, ph, pw].
+      heads: attention heads of the backbone.
+
+    Raises:
+      ConfigError: on a name that is none of timm's ViT or of the authors' Cropr.
+    """
+    flat = {}
+    for name, value in state_dict.items():
+        flat.update(_convert(name, np.asarray(value), heads))
+    return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def check_match(params: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Refuses parameters that are not exactly those of a model.
+
+    Args:
+      params: a tree of arrays.
+      expected: the model's tree, of arrays or shapes (`models.abstract_params`).
+
+    Raises:
+      ConfigError: naming the first missing, unused or misshapen leaf.
+    """
+    found = traverse_util.flatten_dict(params, sep="/")
+    wanted = traverse_util.flatten_dict(expected, sep="/")
+    for name in wanted:
+        if name not in found:
+            raise ConfigError(f"weights: {name} is missing")
+        if found[name].shape != wanted[name].shape:
+            raise ConfigError(
+                f"weights: {name} has shape {found[name].shape}, the model needs "
+                f"{wanted[name].shape}"
+            )
+    for name in found:
+        if name not in wanted:
+            raise ConfigError(f"weights: {name} is not a parameter of the model")
+
+
+def params_from_state_dict(state_dict: Arrays, model: Any) -> dict[str, Any]:
+    """Parameters of `model` from a state dict that matches it exactly.
+
+    Raises:
+      ConfigError: on any name or shape that differs.
+    """
+    from cropr_jax import models
+
+    params = from_state_dict(state_dict, model.heads)
+    check_match(params, models.abstract_params(model))
+    return params

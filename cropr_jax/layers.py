@@ -1,0 +1,176 @@
+"""Layers of a pre-norm Vision Transformer block: attention, MLP, norms, drop path.
+
+Parameters are float32. `dtype` is the compute dtype; layer-norm statistics, softmax and whatever a
+reducer asks of the attention are computed in float32.
+
+Letters: b batch, t tokens, d width, h heads, k head width.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+# Two-pass variance: the residual streams of pretrained ViTs hold very large channels.
+LayerNorm = functools.partial(nn.LayerNorm, epsilon=1e-6, use_fast_variance=False)
+gelu = functools.partial(nn.gelu, approximate=False)
+normal_init = nn.initializers.normal(0.02)
+
+# What a reducer may ask of a block's attention, or of the image (`pixels`).
+NEEDS = frozenset({"cls_row", "col_mean", "pixels"})
+# Query rows in one chunk of `col_mean`: the b x h x t x t matrix never exists as a whole.
+COL_MEAN_CHUNK = 64
+
+
+def drop_path(
+    x: Float[Array, "b t d"], rate: float, draw: Float[Array, "b"] | None
+) -> Float[Array, "b t d"]:
+    """Zeroes a residual branch for a share `rate` of the examples, scales up the others.
+
+    Stochastic depth (Huang et al. 2016) with one draw per example; `draw` is uniform in [0, 1),
+    None outside training.
+    """
+    if draw is None or rate == 0:
+        return x
+    keep = 1 - rate
+    return jnp.where((draw < keep)[:, None, None], x / keep, 0).astype(x.dtype)
+
+
+def choose_attention(
+    requested: str, *, backend: str, dtype: jnp.dtype, head_width: int
+) -> str | None:
+    """The `implementation` argument of `jax.nn.dot_product_attention`.
+
+    'auto' takes cuDNN's fused attention where it applies: on CUDA, in half precision, with heads of
+    at most 128 channels in steps of 8. Otherwise XLA's.
+
+    Raises:
+      ValueError: on an unknown name, or if cuDNN is requested where it does not run.
+    """
+    if requested not in ("auto", "xla", "cudnn"):
+        raise ValueError(f"attention: found {requested!r}, expected 'auto', 'xla' or 'cudnn'")
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    able = backend in ("gpu", "cuda") and half and head_width % 8 == 0 and head_width <= 128
+    if requested == "cudnn" and not able:
+        raise ValueError(
+            f"attention='cudnn' needs a CUDA device, half precision and a head width divisible by "
+            f"8 up to 128; found {backend}, {jnp.dtype(dtype).name}, {head_width}. Use 'auto'."
+        )
+    return "cudnn" if requested != "xla" and able else "xla"
+
+
+def cls_row(query: Float[Array, "b t h k"], key: Float[Array, "b t h k"]) -> Float[Array, "b h t"]:
+    """Softmax attention of the first token, recomputed so that attention itself stays fused."""
+    scale = query.shape[-1] ** -0.5
+    logits = jnp.einsum("bhk,bthk->bht", query[:, 0], key, preferred_element_type=jnp.float32)
+    return nn.softmax(logits * scale, axis=-1)
+
+
+def col_mean(
+    query: Float[Array, "b t h k"], key: Float[Array, "b t h k"], skip: int
+) -> Float[Array, "b t"]:
+    """Mean attention that every token receives, over heads and the queries after the first `skip`.
+
+    Query rows are taken in chunks, so memory stays linear in t.
+    """
+    scale = query.shape[-1] ** -0.5
+    rows = query.shape[1] - skip
+    total = jnp.zeros(key.shape[:2], jnp.float32)
+    for start in range(skip, query.shape[1], COL_MEAN_CHUNK):
+        chunk = query[:, start : start + COL_MEAN_CHUNK]
+        logits = jnp.einsum("bshk,bthk->bhst", chunk, key, preferred_element_type=jnp.float32)
+        total += nn.softmax(logits * scale, axis=-1).sum((1, 2))
+    return total / (rows * query.shape[2])
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with biases on q, k and v.
+
+    Attributes:
+      heads: number of heads.
+      needs: what to compute beside the output, names of `NEEDS`.
+      prefix: number of prefix tokens; they do not vote in `col_mean`.
+      implementation: 'auto', 'xla' or 'cudnn'.
+      dtype: compute dtype.
+    """
+
+    heads: int
+    needs: frozenset[str] = frozenset()
+    prefix: int = 0
+    implementation: str = "auto"
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "b t d"], key_bias: Float[Array, "b t"] | None = None
+    ) -> tuple[Float[Array, "b t d"], dict[str, jax.Array]]:
+        """Returns the attention output and what `needs` names.
+
+        Args:
+          x: normalised tokens.
+          key_bias: added to the logits of each key, over all heads and queries.
+        """
+        width = x.shape[-1]
+        if width % self.heads:
+            raise ValueError(f"width {width} is not divisible by {self.heads} heads")
+        head_width = width // self.heads
+
+        project = functools.partial(
+            nn.DenseGeneral, (self.heads, head_width), dtype=self.dtype, kernel_init=normal_init
+        )
+        query, key, value = (project(name=name)(x) for name in ("query", "key", "value"))
+        implementation = choose_attention(
+            self.implementation,
+            backend=jax.default_backend(),
+            dtype=query.dtype,
+            head_width=head_width,
+        )
+        bias = None if key_bias is None else key_bias[:, None, None, :].astype(query.dtype)
+        mixed = jax.nn.dot_product_attention(
+            query, key, value, bias=bias, implementation=implementation
+        )
+        out = nn.DenseGeneral(
+            width, axis=(-2, -1), dtype=self.dtype, kernel_init=normal_init, name="out"
+        )(mixed)
+
+        extras = {}
+        if "cls_row" in self.needs:
+            extras["cls_row"] = cls_row(query, key)
+        if "col_mean" in self.needs:
+            extras["col_mean"] = col_mean(query, key, self.prefix)
+        return out, extras
+
+
+class Mlp(nn.Module):
+    """Linear, activation, linear.
+
+    Attributes:
+      hidden: hidden width.
+      activation: exact (erf) GELU unless given.
+      dtype: compute dtype.
+    """
+
+    hidden: int
+    activation: Callable[[jax.Array], jax.Array] = gelu
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=normal_init)
+        hidden = self.activation(dense(self.hidden, name="fc1")(x))
+        return dense(x.shape[-1], name="fc2")(hidden)
+
+
+class LayerScale(nn.Module):
+    """Learned scale of each channel of a residual branch (CaiT, DINOv2)."""
+
+    initial: float
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        gamma = self.param("gamma", nn.initializers.constant(self.initial), (x.shape[-1],))
+        return x * gamma.astype(self.dtype)

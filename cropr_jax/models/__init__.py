@@ -1,0 +1,192 @@
+"""Models by name, their parameters, and their slim inference form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cropr_jax import fusion as fusions
+from cropr_jax import schedule as schedules
+from cropr_jax.errors import ConfigError
+from cropr_jax.models.vit import POOLS, VARIANTS, ViT
+from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.schedule import Schedule
+
+SCHEDULES = ("per_block", "three_stage", "aggressive")
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """(height, width) from one int or two."""
+    if isinstance(value, int):
+        return value, value
+    height, width = value
+    return int(height), int(width)
+
+
+def choose(field: str, value: str, options: Any) -> str:
+    """`value`, if it is one of `options`.
+
+    Raises:
+      ConfigError: naming the field and the options otherwise.
+    """
+    if value not in options:
+        expected = ", ".join(map(repr, options))
+        raise ConfigError(f"config.{field}: found {value!r}, expected one of {expected}")
+    return value
+
+
+def make_schedule(
+    name: str, rate: int, *, depth: int, patches: int, prefix: int, fusion: bool
+) -> Schedule:
+    """The schedule of a config, checked against the number of patches.
+
+    Args:
+      name: 'per_block', 'three_stage' or 'aggressive'.
+      rate: R, tokens removed at a site.
+      depth: number of blocks.
+      patches: patch tokens at the start.
+      prefix: prefix tokens.
+      fusion: whether Last Layer Fusion is on.
+
+    Raises:
+      ConfigError: if the schedule cannot be met; the message names the block.
+    """
+    choose("model.reduction.schedule", name, SCHEDULES)
+    try:
+        if name == "per_block":
+            made = schedules.per_block(depth, rate, prefix=prefix, fusion=fusion)
+        elif name == "three_stage":
+            made = schedules.three_stage(depth, rate, prefix=prefix, fusion=fusion)
+        else:
+            made = schedules.aggressive(depth, rate)
+        made.patches(patches)
+    except ValueError as error:
+        raise ConfigError(f"config.model.reduction (rate {rate}): {error}") from error
+    return made
+
+
+def create(config: Mapping[str, Any]) -> ViT:
+    """The model that a config describes.
+
+    Args:
+      config: plain values. `name` ('vit'); `variant` ('ti', 's', 'b', 'l', 'h') or `width`, `depth`
+        and `heads`; `patch`, `image_size`, `num_classes`; optionally `reduction` = {name, schedule,
+        rate, fusion, options} and any other attribute of `cropr_jax.models.vit.ViT`.
+
+    Raises:
+      ConfigError: on a wrong field, an impossible schedule, or a combination that cannot work.
+    """
+    fields = dict(config)
+    choose("model.name", fields.pop("name", "vit"), ("vit",))
+    variant = fields.pop("variant", None)
+    if variant:
+        spec = VARIANTS[choose("model.variant", variant, VARIANTS)]
+        defaults = {name: getattr(spec, name) for name in ("width", "depth", "heads", "patch")}
+        fields = defaults | {name: value for name, value in fields.items() if value is not None}
+    patch, image_size = pair(fields.pop("patch")), pair(fields.pop("image_size"))
+    if image_size[0] % patch[0] or image_size[1] % patch[1]:
+        raise ConfigError(
+            f"config.model.image_size: {image_size} is not a multiple of the patch {patch}"
+        )
+    grid = image_size[0] // patch[0], image_size[1] // patch[1]
+    dtype = DTYPES[choose("model.dtype", fields.pop("dtype", "float32"), DTYPES)]
+    pool = choose("model.pool", fields.pop("pool", "mean_all"), POOLS)
+    prefix = fields.get("prefix", 1)
+
+    reduction = {"name": "none"} | dict(fields.pop("reduction", {}))
+    name = choose("model.reduction.name", reduction["name"], ("none", *sorted(REDUCERS)))
+    fusion = choose("model.reduction.fusion", reduction.get("fusion", "llf"), fusions.FUSIONS)
+    schedule = Schedule(fields["depth"])
+    if name != "none":
+        schedule = make_schedule(
+            reduction.get("schedule", "per_block"),
+            reduction["rate"],
+            depth=fields["depth"],
+            patches=grid[0] * grid[1],
+            prefix=prefix,
+            fusion=fusion == "llf",
+        )
+    try:
+        model = ViT(
+            image_size=image_size,
+            patch=patch,
+            schedule=schedule,
+            pool=pool,
+            reduction=name,
+            reducer=tuple(sorted(dict(reduction.get("options", {})).items())),
+            fusion=fusion,
+            dtype=dtype,
+            **fields,
+        )
+        reducer = model.make_reducer() if name != "none" else None
+        needs_cls = reducer is not None and reducer.needs_cls
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"config.model: {error}") from error
+    if not prefix and (pool == "cls" or needs_cls):
+        raise ConfigError(
+            f"config.model.prefix: pool {pool!r} with {name!r} needs a CLS token, found 0"
+        )
+    if reducer is not None and fusion == "llf" and not reducer.keeps_positions:
+        raise ConfigError(
+            f"config.model.reduction.fusion: {name!r} keeps no positions, so pruned tokens cannot "
+            f"be put back; use 'none'"
+        )
+    return model
+
+
+def _example(model: ViT) -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros((1, *model.image_size, 3)), jax.random.split(jax.random.key(0), 1)
+
+
+def init(model: ViT, key: jax.Array) -> dict[str, Any]:
+    """All parameters of the model, float32; the training form unless the model is slim."""
+    images, keys = _example(model)
+    train = not model.slim
+    variables = jax.jit(lambda: model.init(key, images, train=train, keys=keys))()
+    return variables["params"]
+
+
+def abstract_params(model: ViT) -> dict[str, Any]:
+    """Shapes and dtypes of all parameters, without computing anything."""
+    return jax.eval_shape(lambda: init(model, jax.random.key(0)))
+
+
+def slim(model: ViT, params: Mapping[str, Any]) -> tuple[ViT, dict[str, Any]]:
+    """The inference form of a model: no auxiliary parameters, one query per site.
+
+    Returns:
+      The model with `slim` set, and its parameters. Logits and kept sets are those of `model`.
+    """
+    if model.slim:
+        return model, dict(params)
+    return model.clone(slim=True), slim_params(model, params)
+
+
+def slim_params(model: ViT, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of the slim model; works on arrays and under `jax.eval_shape`."""
+    slimmed = {}
+    for name, value in params.items():
+        if name.startswith("reducer_"):
+            value = REDUCERS[model.reduction].slim_params(value)
+        slimmed[name] = value
+    return slimmed
+
+
+def count(params: Any) -> int:
+    """Number of parameters in a tree of arrays or shapes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+__all__ = [
+    "VARIANTS",
+    "ViT",
+    "abstract_params",
+    "count",
+    "create",
+    "init",
+    "make_schedule",
+    "slim",
+    "slim_params",
+]

@@ -1,0 +1,32 @@
+"""Attn Top-K: keeps the patches that self-attention looks at most."""
+
+from cropr_jax.reducers.base import Context, Pruner
+from cropr_jax.tokens import Tokens
+
+SOURCES = ("cls_row", "col_mean")
+
+
+class AttnTopK(Pruner):
+    """Ranks patches by the self-attention of the block just before the site.
+
+    Haurum et al., "Which Tokens to Use?", ICCV 2023, whose code (JoakimHaurum/TokenReduction:
+    models/topk.py) prunes between attention and MLP; here it prunes after the block, side by side
+    with Cropr.
+
+    Attributes:
+      source: 'cls_row' for the CLS token's attention averaged over heads; 'col_mean' for the mean
+        attention that a patch receives from all patches (segmentation, detection).
+    """
+
+    source: str = "cls_row"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        if self.source not in SOURCES:
+            raise ValueError(f"attn_topk source: found {self.source!r}, expected one of {SOURCES}")
+        return frozenset({self.source})
+
+    def score(self, tokens: Tokens, context: Context, train: bool):
+        if self.source == "cls_row":
+            return context.cls_row.mean(1)[:, tokens.prefix :], {}
+        return context.col_mean[:, tokens.prefix :], {}

@@ -1,0 +1,138 @@
+"""What every token reduction method is: one interface, of which Cropr is one case.
+
+Letters: b batch, p prefix tokens, m patch tokens, k kept, h heads.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Float
+
+from cropr_jax import routing
+from cropr_jax.tokens import Tokens
+
+
+@struct.dataclass
+class Context:
+    """What a site may read beside the tokens; what no method `needs` is None.
+
+    Attributes:
+      keys: [b] random keys, one per example, already folded with the site.
+      pixels: [b, h*w, ph*pw*channels] the patches of the model input, in raster order.
+      cls_row: [b, h, p+m] attention of the CLS token in the block just before the site.
+      col_mean: [b, p+m] mean attention that each token receives there.
+    """
+
+    keys: Any = None
+    pixels: Any = None
+    cls_row: Any = None
+    col_mean: Any = None
+
+    def require_keys(self, who: str) -> jax.Array:
+        """The keys.
+
+        Raises:
+          ValueError: if the model was called without.
+        """
+        if self.keys is None:
+            raise ValueError(
+                f"{who} draws at random: call the model with keys=rng.example_keys(...)"
+            )
+        return self.keys
+
+
+class Reducer(nn.Module):
+    """One site at which tokens are reduced.
+
+    A method is a subclass: it says where it acts and what it needs, and maps tokens to kept tokens,
+    pruned tokens (None for methods that merge) and a dict of outputs. It registers itself in
+    `cropr_jax.reducers.registry`.
+
+    Attributes:
+      num_outputs: classes of the task, for methods with heads of their own.
+      num_queries: n, for methods with learned queries.
+      slim: inference form, without parameters that only training needs.
+      dtype: compute dtype.
+
+    Class attributes:
+      hook: 'after' the block, or 'middle', between its attention and its MLP.
+      keeps_positions: false if the tokens that leave stand for no place in the image; such a method
+        works with neither rotary embeddings nor Last Layer Fusion.
+    """
+
+    num_outputs: int = 0
+    num_queries: int = 1
+    slim: bool = False
+    dtype: jnp.dtype = jnp.float32
+
+    hook: ClassVar[str] = "after"
+    keeps_positions: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of `cropr_jax.layers.NEEDS` that the block or the model computes for the site."""
+        return frozenset()
+
+    @property
+    def needs_cls(self) -> bool:
+        """Whether the model must have a CLS token."""
+        return "cls_row" in self.needs
+
+    def __call__(
+        self, tokens: Tokens, context: Context, *, keep: int, train: bool
+    ) -> tuple[Tokens, Tokens | None, dict[str, Any]]:
+        raise NotImplementedError(f"{type(self).__name__} defines no __call__")
+
+    @staticmethod
+    def losses(
+        outs: list[Mapping[str, Any]], criterion: Callable[[jax.Array], jax.Array]
+    ) -> dict[str, jax.Array]:
+        """Losses of all sites, by name; the training loss is their plain sum with the main loss.
+
+        Args:
+          outs: what each site returned.
+          criterion: the task's loss as a function of logits [b, n, c]; it holds the targets.
+        """
+        return {
+            f"auxiliary_{site + 1}": criterion(out["auxiliary"])
+            for site, out in enumerate(outs)
+            if "auxiliary" in out
+        }
+
+    @classmethod
+    def slim_params(cls, params: dict[str, Any]) -> dict[str, Any]:
+        """The parameters that the slim form keeps: all of them unless a method says otherwise."""
+        return params
+
+
+class Pruner(Reducer):
+    """A reducer that scores patch tokens and keeps those of the highest score."""
+
+    def score(
+        self, tokens: Tokens, context: Context, train: bool
+    ) -> tuple[Float[Array, "b m"], dict[str, Any]]:
+        """Float32 scores of the patch tokens, and further outputs of the site."""
+        raise NotImplementedError(f"{type(self).__name__} defines no score")
+
+    def __call__(
+        self, tokens: Tokens, context: Context, *, keep: int, train: bool
+    ) -> tuple[Tokens, Tokens | None, dict[str, Any]]:
+        """Splits the tokens.
+
+        Args:
+          tokens: p + m tokens.
+          context: what `needs` asked for.
+          keep: patch tokens to keep; a static int.
+          train: whether training-only branches run.
+
+        Returns:
+          Kept tokens in descending order of score, pruned tokens likewise, outputs.
+        """
+        scores, out = self.score(tokens, context, train)
+        order = routing.rank(jax.lax.stop_gradient(scores))
+        kept, pruned = routing.split(tokens, order, keep)
+        return kept, pruned, out

@@ -1,0 +1,90 @@
+"""`Tokens`, the one struct that goes through the whole network.
+
+Letters: b batch, p prefix tokens (CLS; p >= 0), m patch tokens, d width, h and w patch grid.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+# Fields are not annotated with shapes: a pytree is also built from shardings, `ShapeDtypeStruct`s
+# and other leaves that are no arrays.
+Leaf = Any
+
+
+@struct.dataclass
+class Tokens:
+    """Features of a batch of images together with all that a later stage must know about them.
+
+    Attributes:
+      x: [b, p+m, d] features in the compute dtype; prefix tokens stand first, never routed.
+      index: [b, m] int32 raster position of each patch token in the full h x w grid; -1 where a
+        token is no single patch (fused, merged).
+      position: [b, m, 2] float32 row and column for rotary embeddings, or None when the model
+        needs none.
+      size: [b, p+m] float32, how many patches a token stands for (merging methods), or None: one.
+      valid: [b, p+m] bool, false for the padding of budgeted methods, or None: all are valid.
+      grid: (h, w) of the full patch grid; static.
+      prefix: p; static.
+    """
+
+    x: Leaf
+    index: Leaf
+    position: Leaf = None
+    size: Leaf = None
+    valid: Leaf = None
+    grid: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
+    prefix: int = struct.field(pytree_node=False, default=0)
+
+    @property
+    def patches(self) -> int:
+        """m, the number of patch tokens."""
+        return self.x.shape[-2] - self.prefix
+
+
+def from_features(x: Float[Array, "b t d"], grid: tuple[int, int], prefix: int) -> Tokens:
+    """Tokens of a full grid in raster order.
+
+    Args:
+      x: prefix tokens followed by the h*w patch tokens.
+      grid: (h, w).
+      prefix: number of prefix tokens.
+
+    Raises:
+      ValueError: if `x` does not hold prefix + h*w tokens.
+    """
+    height, width = grid
+    if x.shape[1] != prefix + height * width:
+        raise ValueError(
+            f"{x.shape[1]} tokens do not match {prefix} prefix tokens and a {height} x {width} grid"
+        )
+    index = jnp.broadcast_to(
+        jnp.arange(height * width, dtype=jnp.int32), (x.shape[0], height * width)
+    )
+    return Tokens(x=x, index=index, grid=grid, prefix=prefix)
+
+
+def concatenate(first: Tokens, *others: Tokens) -> Tokens:
+    """Tokens of `first` followed by the patch tokens of `others`, which carry no prefix.
+
+    Raises:
+      ValueError: if one of `others` has prefix tokens or lacks a field that `first` has.
+    """
+    if any(other.prefix for other in others):
+        raise ValueError("only the first of concatenated tokens may carry prefix tokens")
+
+    parts = (first, *others)
+
+    def join(name: str) -> jax.Array | None:
+        values = [getattr(part, name) for part in parts]
+        if all(value is None for value in values):
+            return None
+        if any(value is None for value in values):
+            raise ValueError(f"tokens with and without {name!r} cannot be concatenated")
+        return jnp.concatenate(values, axis=1)
+
+    fields = ("x", "index", "position", "size", "valid")
+    return first.replace(**{name: join(name) for name in fields})
