@@ -52,8 +52,12 @@ def decode(image: bytes | np.ndarray | Image.Image) -> Image.Image:
 
 def normalize(image: Image.Image, mean: tuple, std: tuple) -> np.ndarray:
     """(image / 255 - mean) / std, float32 [h, w, 3]."""
-    pixels = np.asarray(image, np.float32) / np.float32(255)
-    return (pixels - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
+    pixels = np.array(image, np.float32)
+    # In place: three temporaries of this size would double the time.
+    pixels /= np.float32(255)
+    pixels -= np.asarray(mean, np.float32)
+    pixels /= np.asarray(std, np.float32)
+    return pixels
 
 
 def resize_shorter_side(image: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:
