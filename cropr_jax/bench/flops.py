@@ -1,0 +1,82 @@
+"""Multiply-accumulates (MACs) of a model, counted from its sizes and its schedule.
+
+Two conventions, both in units (not giga) and for one image:
+- linear: patch embedding, projections, MLPs and head, without the attention products. The GFLOPs in
+  the paper's tables are these.
+- all: with the products Q K^T and A V of self-attention. XLA's FLOPs are about twice this number.
+
+Whatever costs a few operations per channel is in neither: norms, activations, pooling, and scores
+of one dot product a token, as those of the slim Cropr (0.007 % of a ViT-L).
+"""
+
+import dataclasses
+
+from cropr_jax.cropr import Cropr
+from cropr_jax.models.vit import ViT
+
+
+@dataclasses.dataclass(frozen=True)
+class Macs:
+    """MACs for one image.
+
+    Attributes:
+      linear: without the attention products.
+      attention: the attention products.
+    """
+
+    linear: int = 0
+    attention: int = 0
+
+    @property
+    def all(self) -> int:
+        """Both together."""
+        return self.linear + self.attention
+
+    def __add__(self, other: "Macs") -> "Macs":
+        return Macs(self.linear + other.linear, self.attention + other.attention)
+
+
+def block_macs(tokens: int, width: int, hidden: int) -> Macs:
+    """A transformer block: four projections, a two-layer MLP, and the two attention products."""
+    linear = 4 * tokens * width**2 + 2 * tokens * width * hidden
+    return Macs(linear, 2 * tokens**2 * width)
+
+
+def site_macs(model: ViT, tokens: int) -> Macs:
+    """What a site adds at inference, of `tokens` before it (the prefix counted).
+
+    Cropr's slim form adds nothing (one dot product a token), nor does its full form. The multi-head
+    ablation in its full form projects the tokens to keys, and the queries. Attn Top-K by column
+    means recomputes Q K^T for the queries that are patches.
+    """
+    reducer = model.make_reducer()
+    if "col_mean" in reducer.needs:
+        return Macs(0, (tokens - model.prefix) * tokens * model.width)
+    if isinstance(reducer, Cropr) and reducer.projections and not model.slim:
+        return Macs((tokens + model.num_queries) * model.width**2)
+    return Macs()
+
+
+def breakdown(model: ViT) -> dict[str, Macs]:
+    """MACs of each part at inference: `patch_embed`, `block_0`, ..., `reducer_0`, ..., `head`.
+
+    The model's own form counts: the slim one, or the full one, whose aggregators and auxiliary
+    heads do not run outside training.
+    """
+    height, width = model.grid
+    patches = height * width
+    features = 3 * model.patch[0] * model.patch[1]
+    hidden = int(model.mlp_ratio * model.width)
+    parts = {"patch_embed": Macs(patches * features * model.width)}
+    for i, tokens in enumerate(model.block_inputs()):
+        parts[f"block_{i}"] = block_macs(tokens, model.width, hidden)
+    totals = (patches + model.prefix, *model.schedule.tokens(patches, model.prefix))
+    for site, tokens in enumerate(totals[:-1]):
+        parts[f"reducer_{site}"] = site_macs(model, tokens)
+    parts["head"] = Macs(model.width * model.num_classes)
+    return parts
+
+
+def count(model: ViT) -> Macs:
+    """MACs of one image at inference."""
+    return sum(breakdown(model).values(), Macs())

@@ -1,0 +1,87 @@
+"""MACs: the golden numbers, and agreement with what XLA counts."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cropr_jax import models
+from cropr_jax.bench import flops
+
+VIT_L = {"variant": "l", "image_size": (224, 224), "num_classes": 1000}
+TINY = {
+    "width": 64,
+    "depth": 3,
+    "heads": 4,
+    "patch": 4,
+    "image_size": (32, 32),
+    "num_classes": 10,
+}
+
+
+def reduction(name="cropr", fusion="llf", rate=8, **options):
+    return {
+        "name": name,
+        "schedule": "per_block",
+        "rate": rate,
+        "fusion": fusion,
+        "options": options,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "linear", "all_"),
+    [
+        ({}, 59.65, 61.55),
+        ({"reduction": reduction()}, 33.90, 34.66),
+        ({"reduction": reduction(fusion="none")}, 31.57, None),
+    ],
+)
+@pytest.mark.parametrize("slim", [False, True])
+def test_vit_l(fields, linear, all_, slim):
+    macs = flops.count(models.create(VIT_L | fields).clone(slim=slim))
+    assert macs.linear / 1e9 == pytest.approx(linear, abs=0.005)
+    if all_ is not None:
+        assert macs.all / 1e9 == pytest.approx(all_, abs=0.005)
+
+
+def test_multi_head_scorer_projects_keys_unless_slim():
+    # The paper counts 36.8 G against 34.2 G.
+    options = {"heads": 16, "projections": True, "pre_norm": True}
+    simple = models.create(VIT_L | {"reduction": reduction()})
+    multi_head = models.create(VIT_L | {"reduction": reduction(**options)})
+    more = flops.count(multi_head).linear - flops.count(simple).linear
+    assert more / 1e9 == pytest.approx(2.6, abs=0.05)
+    slim = multi_head.clone(slim=True)
+    assert flops.count(slim) == flops.count(simple.clone(slim=True))
+
+
+def test_breakdown_follows_the_schedule():
+    model = models.create(TINY | {"reduction": reduction()})
+    parts = flops.breakdown(model)
+    assert list(parts) == ["patch_embed", "block_0", "block_1", "block_2", "reducer_0", "head"]
+    # 65 tokens, one site that removes 8 and one for CLS, and all tokens again at the end.
+    assert parts["block_0"] == parts["block_2"] == flops.block_macs(65, 64, 256)
+    assert parts["block_1"] == flops.block_macs(56, 64, 256)
+    assert parts["reducer_0"] == flops.Macs()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("none", {}),
+        ("cropr", {}),
+        ("cropr", {"heads": 4, "projections": True, "pre_norm": True}),
+        ("attn_topk", {"source": "cls_row"}),
+        ("attn_topk", {"source": "col_mean"}),
+    ],
+)
+def test_xla_counts_the_same(name, options):
+    """XLA's FLOPs are twice the MACs; the rest is small at this width."""
+    fields = {"width": 1024, "num_classes": 1000, "reduction": reduction(name, **options)}
+    model = models.create(TINY | fields)
+    params = models.abstract_params(model)
+    images = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
+    compiled = (
+        jax.jit(lambda p, x: model.apply({"params": p}, x)[0]).lower(params, images).compile()
+    )
+    assert compiled.cost_analysis()["flops"] == pytest.approx(2 * flops.count(model).all, rel=0.02)
