@@ -115,6 +115,16 @@ def restore(path: Path, wanted: TrainState) -> TrainState:
     return serialization.from_state_dict(wanted, ocp.load(path, tree))
 
 
+def stored_params(path: str | Path) -> dict[str, Any]:
+    """Nested shapes and dtypes of the parameters in a step (of a work directory: in its best)."""
+    return _stored(_step_directory(path)).get("params", {})
+
+
+def _step_directory(path: str | Path) -> Path:
+    path = Path(path).absolute()
+    return find(path, "best") if (path / DIRECTORY).is_dir() else path
+
+
 def restore_params(
     path: str | Path, wanted: Mapping[str, Any], average: bool = True
 ) -> dict[str, Any]:
@@ -133,9 +143,7 @@ def restore_params(
     Raises:
       CheckpointError: naming the first parameter that is missing or of another shape.
     """
-    path = Path(path)
-    if (path / DIRECTORY).is_dir():
-        path = find(path, "best")
+    path = _step_directory(path)
     stored = _stored(path)
     check_tree(wanted, stored.get("params", {}), path, whole=False)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -115,12 +115,17 @@ def draw(config: MixupConfig, key: Key[Array, ""], groups: int, size: tuple[int,
         switch_prob = float(config.cutmix > 0)
 
     def one(index: Int[Array, ""]) -> Draw:
-        keys = jax.random.split(jax.random.fold_in(key, index), 4)
-        cut = jax.random.uniform(keys[0]) < switch_prob
-        alpha = jnp.where(cut, config.cutmix, config.mixup)
-        weight = jax.random.beta(keys[1], alpha, alpha)
-        row = jax.random.randint(keys[2], (), 0, size[0])
-        column = jax.random.randint(keys[3], (), 0, size[1])
+        choices, shares = jax.random.split(jax.random.fold_in(key, index))
+        switch, row, column = jax.random.uniform(choices, (3,))
+        cut = switch < switch_prob
+        # Beta(alpha, alpha) from two gammas of one call: `jax.random.beta` makes two, and sampling
+        # loops are slow to compile.
+        first, second = jax.random.loggamma(
+            shares, jnp.where(cut, config.cutmix, config.mixup), (2,)
+        )
+        weight = jax.nn.sigmoid(first - second)
+        row = (row * size[0]).astype(jnp.int32)
+        column = (column * size[1]).astype(jnp.int32)
         box, of_area = cut_box(weight, row, column, size)
         return Draw(jnp.where(cut, of_area, weight), cut, box)
 

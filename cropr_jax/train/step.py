@@ -139,7 +139,7 @@ class Step:
         params = gather(params, self.mesh)
         keys = rng.example_keys(self.key(EVAL_KEY), 0, batch["id"])
         logits, _ = self.model.apply({"params": params}, batch["image"], train=False, keys=keys)
-        return self.task.evaluation_sums(logits, batch["label"], batch["mask"])
+        return self.task.evaluation_sums(logits, batch["label"], batch["mask"] > 0)
 
 
 def gather(params: Any, mesh: Mesh) -> Any:

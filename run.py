@@ -1,0 +1,62 @@
+"""Trains or evaluates a config: `python run.py --config configs/digits.py`.
+
+The part after a colon picks a variant: `--config configs/in1k.py:vit_l,res=336`; any field can be
+set beside it, `--config.total_steps=100`. The same command resumes an interrupted run.
+"""
+
+import os
+import re
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+FLAGS = flags.FLAGS
+_CONFIG = config_flags.DEFINE_config_file("config", None, "FILE or FILE:VARIANT,KEY=VALUE,...")
+flags.DEFINE_string("workdir", "", "Where to write; default runs/CONFIG-VARIANT.")
+flags.DEFINE_enum("mode", "train", ["train", "eval"], "What to do.")
+flags.DEFINE_bool("print_config", False, "Print the resolved config as JSON and stop.")
+flags.DEFINE_string(
+    "cache_dir", "~/.cache/cropr_jax/xla", "Where compiled programs are kept; empty for nowhere."
+)
+flags.mark_flag_as_required("config")
+
+
+def default_workdir(config_flag: str) -> str:
+    """`configs/in1k.py:vit_l,res=336` -> `runs/in1k-vit_l-res=336`."""
+    path, _, variant = config_flag.partition(":")
+    name = os.path.splitext(os.path.basename(path))[0]
+    return os.path.join("runs", re.sub(r"[^\w.=+-]+", "-", f"{name}-{variant}").strip("-"))
+
+
+def set_up(cache_dir: str) -> None:
+    """What must be set before the first array: where compiled programs are kept."""
+    import jax
+
+    if cache_dir and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache_dir))
+        # Small programs too: of a model in hundreds of them, most compile in less than a second.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def main(argv: list[str]) -> None:
+    from cropr_jax.errors import ConfigError
+
+    try:
+        if len(argv) > 1:
+            raise ConfigError(f"unknown argument '{argv[1]}': options start with --")
+        set_up(FLAGS.cache_dir)
+        from cropr_jax import train
+
+        workdir = FLAGS.workdir or default_workdir(FLAGS["config"].config_filename)
+        if FLAGS.print_config:
+            print(FLAGS.config.to_json_best_effort(indent=2))
+            return
+        {"train": train.train, "eval": train.evaluate}[FLAGS.mode](FLAGS.config, workdir)
+    except (ConfigError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    app.run(main)
