@@ -28,6 +28,7 @@ Batch = dict[str, np.ndarray]
 # Images a worker makes at a time: few enough that buffers stay small (19 MB at 224 px), many enough
 # that handing them over costs little.
 _PART = 32
+_ENDLESS = 2**40
 
 
 def num_examples(config: Mapping[str, Any], name: str = "") -> int:
@@ -54,13 +55,17 @@ def train_batches(
     start_step: int = 0,
     process_index: int = 0,
     process_count: int = 1,
+    stop_step: int | None = None,
 ) -> Iterator[Batch]:
-    """Endless training batches from `start_step` on; this host's rows of each.
+    """Training batches from `start_step` on, this host's rows of each.
 
     Args:
       config: `data`, `preprocess`, `batch_size`, `seed`.
       start_step: number of the first batch; nothing before it is read.
       process_index, process_count: this host among how many.
+      stop_step: number of the first batch that is no longer made; None for endless. A run that
+        knows its end should say so: workers that are stopped before leave shared memory behind,
+        which Python then removes with a warning.
 
     Returns:
       An iterator of {'image' float32 [b, h, w, 3], 'label' int32 [b], 'id' int32 [b]}, with
@@ -83,7 +88,8 @@ def train_batches(
     )
     load = _TrainPart(examples, len(source), steps, config["batch_size"], rows, _part(len(rows)))
     parts = len(rows) // load.size
-    dataset = grain.MapDataset.range(start_step * parts, 2**60).map(load)
+    stop = _ENDLESS if stop_step is None else stop_step
+    dataset = grain.MapDataset.range(start_step * parts, stop * parts).map(load)
     return _batches(dataset, parts, config["data"]["workers"])
 
 

@@ -99,7 +99,7 @@ def _bound(text: str, size: int) -> int:
     value = int(text.rstrip("%"))
     if text.endswith("%"):
         value = int(round(value * size / 100.0))
-    return size + value if text.startswith("-") else value
+    return size + value if value < 0 else value
 
 
 def data_root(data: Mapping[str, Any], env: str = "", default: str = "") -> Path:

@@ -1,0 +1,51 @@
+"""The digits builder: counts, stratification, pixels, reuse."""
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+from cropr_jax.data import digits, preprocess
+from cropr_jax.data.sources import open_source
+
+
+def test_split_is_fixed_disjoint_complete_and_stratified():
+    labels = load_digits().target
+    train, test = digits.stratified_split(labels)
+    again = digits.stratified_split(labels)
+    np.testing.assert_array_equal(train, again[0])
+    assert sorted([*train, *test]) == list(range(1797))
+    assert (len(train), len(test)) == (1438, 359)
+    for label in range(10):
+        share = (labels[test] == label).sum() / (labels == label).sum()
+        assert abs(share - 0.2) < 0.01
+    # Random, not by order: the set comes in blocks by writer.
+    assert abs(test.mean() - 898) < 60
+
+
+def test_prepared_once_silently_and_read_back(tmp_path, capfd):
+    folder = digits.prepare(str(tmp_path))
+    assert capfd.readouterr() == ("", "")
+    stamp = (folder / "dataset_info.json").stat().st_mtime_ns
+    assert digits.prepare(str(tmp_path)) == folder
+    assert (folder / "dataset_info.json").stat().st_mtime_ns == stamp
+    data = {"source": "tfds", "name": "cropr_digits", "dir": str(tmp_path)}
+    train, test = open_source(data, "train"), open_source(data, "test")
+    assert (len(train), len(test), train.num_classes) == (1438, 359, 10)
+
+    known = load_digits()
+    pictures = {
+        digits.to_uint8(image).tobytes(): label
+        for image, label in zip(known.images, known.target, strict=True)
+    }
+    for i in range(len(test)):
+        image = np.asarray(preprocess.decode(test[i]["image"]))
+        assert image.shape == (8, 8, 3) and (image == image[..., :1]).all()
+        assert pictures[image[..., 0].tobytes()] == test[i]["label"]
+
+
+def test_folder_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("CROPR_DATA_DIR", str(tmp_path))
+    assert tmp_path in digits.prepare().parents
+
+
+def test_values_span_the_range():
+    np.testing.assert_array_equal(digits.to_uint8(np.array([0.0, 8.0, 16.0])), [0, 128, 255])

@@ -1,0 +1,204 @@
+"""Batches: pure functions of (seed, step), hosts and workers change nothing; evaluation."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cropr_jax.data import pipeline
+from cropr_jax.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(**changes):
+    base = {
+        "seed": 3,
+        "batch_size": 8,
+        "eval_batch_size": 8,
+        "data": {
+            "source": "fake",
+            "num_examples": 30,
+            "image_size": (12, 10),
+            "num_classes": 5,
+            "train": "train",
+            "eval": {"test": "test", "few": "test[:5]"},
+            "workers": 0,
+        },
+        "preprocess": {
+            "res": (8, 8),
+            "mean": (0.5, 0.5, 0.5),
+            "std": (0.5, 0.5, 0.5),
+            "interpolation": "bicubic",
+            "crop_ratio": 0.875,
+            "train": {
+                "crop_scale": (0.08, 1.0),
+                "flip": True,
+                "rand_augment": "rand-m9-mstd0.5-inc1",
+                "erase": 0.5,
+            },
+        },
+    }
+    base["data"].update(changes.pop("data", {}))
+    return {**base, **changes}
+
+
+def take(batches, count):
+    result = list(itertools.islice(batches, count))
+    batches.close()
+    return result
+
+
+def assert_equal(left, right):
+    assert len(left) == len(right)
+    for one, two in zip(left, right, strict=True):
+        assert one.keys() == two.keys()
+        for key in one:
+            assert one[key].dtype == two[key].dtype
+            np.testing.assert_array_equal(one[key], two[key])
+
+
+def test_types_and_shapes():
+    (batch,) = take(pipeline.train_batches(config()), 1)
+    assert {key: (value.shape, str(value.dtype)) for key, value in batch.items()} == {
+        "image": ((8, 8, 8, 3), "float32"),
+        "label": ((8,), "int32"),
+        "id": ((8,), "int32"),
+    }
+    np.testing.assert_array_equal(batch["label"], batch["id"] % 5)
+
+
+def test_batch_depends_on_seed_and_step_alone():
+    first = take(pipeline.train_batches(config()), 9)
+    assert_equal(first, take(pipeline.train_batches(config()), 9))
+    other = take(pipeline.train_batches(config(seed=4)), 1)[0]
+    assert (other["id"] != first[0]["id"]).any()
+    # The same example is augmented otherwise in another epoch.
+    seen = {}
+    for batch in first:
+        for number, image in zip(batch["id"], batch["image"], strict=True):
+            assert number not in seen or (seen[number] != image).any()
+            seen[number] = image
+
+
+@pytest.mark.parametrize("start", [1, 4, 7])
+def test_resumed_equals_the_tail(start):
+    whole = take(pipeline.train_batches(config()), 9)
+    assert_equal(take(pipeline.train_batches(config(), start_step=start), 9 - start), whole[start:])
+
+
+def test_stop_step_ends_the_iterator():
+    assert len(list(pipeline.train_batches(config(), start_step=2, stop_step=5))) == 3
+
+
+def test_an_epoch_holds_no_example_twice_and_the_next_is_in_another_order():
+    assert pipeline.steps_per_epoch(config()) == 3
+    batches = take(pipeline.train_batches(config()), 6)
+    epochs = [np.concatenate([b["id"] for b in batches[i : i + 3]]) for i in (0, 3)]
+    for ids in epochs:
+        assert len(set(ids)) == 24 and set(ids) <= set(range(30))
+    assert (epochs[0] != epochs[1]).any()
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_together_make_the_global_batch(hosts):
+    whole = take(pipeline.train_batches(config()), 5)
+    shares = [take(pipeline.train_batches(config(), 0, h, hosts), 5) for h in range(hosts)]
+    joined = [
+        {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+        for parts in zip(*shares, strict=True)
+    ]
+    assert_equal(joined, whole)
+
+
+@pytest.mark.slow
+def test_workers_change_nothing():
+    setting = config(batch_size=24, data={"num_examples": 64})
+    inline = list(pipeline.train_batches(setting, 1, stop_step=4))
+    with_workers = config(batch_size=24, data={"num_examples": 64, "workers": 2})
+    assert_equal(list(pipeline.train_batches(with_workers, 1, stop_step=4)), inline)
+    assert_equal(
+        list(pipeline.eval_batches(with_workers, "test")),
+        list(pipeline.eval_batches(setting, "test")),
+    )
+
+
+@pytest.mark.parametrize("examples", [1, 7, 8, 9, 30, 32])
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_evaluation_covers_every_example_once(examples, hosts):
+    setting = config(data={"num_examples": examples, "eval": {"test": "test"}})
+    shares = [list(pipeline.eval_batches(setting, "test", h, hosts)) for h in range(hosts)]
+    assert len({len(share) for share in shares}) == 1
+    ids = []
+    for batch in itertools.chain(*shares):
+        assert batch["image"].shape == (8 // hosts, 8, 8, 3)
+        real = batch["mask"] > 0
+        ids.extend(batch["id"][real])
+        assert (batch["id"][~real] == -1).all() and (batch["image"][~real] == 0).all()
+        assert set(np.unique(batch["mask"])) <= {0, 1}
+    assert sorted(ids) == list(range(examples))
+
+
+def test_evaluation_is_in_order_and_by_name():
+    (batch,) = pipeline.eval_batches(config(), "few")
+    np.testing.assert_array_equal(batch["id"], [0, 1, 2, 3, 4, -1, -1, -1])
+    assert pipeline.num_examples(config(), "few") == 5
+    assert pipeline.num_examples(config()) == 30
+    assert len(pipeline.class_names(config())) == 5
+    with pytest.raises(ConfigError, match="no 'validation', only test, few"):
+        pipeline.eval_batches(config(), "validation")
+
+
+def test_batches_that_do_not_fit_are_refused_at_the_call():
+    with pytest.raises(ConfigError, match=r"config\.batch_size is 8.*multiple of the 3"):
+        pipeline.train_batches(config(), 0, 0, 3)
+    with pytest.raises(ConfigError, match=r"config\.eval_batch_size is 8.*multiple of the 3"):
+        pipeline.eval_batches(config(), "test", 0, 3)
+    with pytest.raises(ConfigError, match=r"config\.batch_size is 64.*only 30 examples"):
+        pipeline.train_batches(config(batch_size=64))
+
+
+def test_parts_divide_the_rows():
+    for rows in range(1, 200):
+        part = pipeline._part(rows)
+        assert rows % part == 0 and 1 <= part <= 32
+    assert pipeline._part(512) == 32
+
+
+# The package's own __init__ is left out: what the workers load are these modules.
+PROGRAM = """
+import sys, types
+package = types.ModuleType("cropr_jax")
+package.__path__ = [{path!r}]
+sys.modules["cropr_jax"] = package
+import importlib
+for name in {modules!r}:
+    importlib.import_module("cropr_jax." + name)
+found = sys.modules.keys() & set({forbidden!r})
+assert not found, found
+"""
+
+
+@pytest.mark.parametrize(
+    "modules, forbidden",
+    [
+        (
+            ["data.sources", "data.arrays", "data.image_folder", "data.tfds_source"]
+            + ["data.rand_augment", "data.tfrecord", "data.digits"],
+            ["tensorflow", "jax"],
+        ),
+        (
+            ["data.preprocess", "data.augment"],
+            ["tensorflow", "jax", "grain", "tensorflow_datasets", "absl", "ml_collections"],
+        ),
+        (["data.pipeline"], ["tensorflow"]),
+        (["bench.input"], ["tensorflow", "jax", "grain", "tensorflow_datasets", "absl"]),
+    ],
+)
+def test_modules_do_without(modules, forbidden):
+    program = PROGRAM.format(path=str(ROOT / "cropr_jax"), modules=modules, forbidden=forbidden)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
