@@ -203,7 +203,7 @@ class _TrainExample:
 class _TrainPart:
     """Part k of this host's rows, counted through all steps, to a stack of `size` examples."""
 
-    examples: grain.MapDataset
+    examples: Any  # grain.MapDataset of dictionaries
     num_examples: int
     steps_per_epoch: int
     batch_size: int

@@ -1,7 +1,7 @@
 """From records to normalised float images: decoding, evaluation and training transforms.
 
 Sizes are (h, w) in pixels, images RGB; `mean` and `std` refer to values scaled to 0 .. 1. The
-evaluation half imports nothing but NumPy and Pillow, so that the predictor can use it.
+module needs nothing but NumPy and Pillow, so that the predictor can use it.
 
 Sources: benbergner/cropr `cls/utils.py:build_transform`, timm 1.0.3 `transforms_factory.py`,
 pytorch/vision `transforms/functional.py:resize, center_crop`.
@@ -9,6 +9,7 @@ pytorch/vision `transforms/functional.py:resize, center_crop`.
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from cropr_jax.data import augment, rand_augment
 from cropr_jax.errors import ConfigError
 
 Record = Mapping[str, Any]
@@ -125,13 +127,12 @@ def eval_transform(preprocess: Mapping[str, Any]) -> Callable[[Record], np.ndarr
     Args:
       preprocess: `config.preprocess`: `res` (h, w), `mean`, `std`, `interpolation`, `crop_ratio`.
     """
-    preprocess = _checked(preprocess)
+    return functools.partial(_eval, _checked(preprocess))
 
-    def transform(record: Record) -> np.ndarray:
-        image = eval_image(decode(record["image"]), preprocess)
-        return normalize(image, preprocess["mean"], preprocess["std"])
 
-    return transform
+def _eval(preprocess: Mapping[str, Any], record: Record) -> np.ndarray:
+    image = eval_image(decode(record["image"]), preprocess)
+    return normalize(image, preprocess["mean"], preprocess["std"])
 
 
 def train_transform(
@@ -149,31 +150,34 @@ def train_transform(
     Raises:
       ConfigError: a field that cannot be read, before any image is.
     """
-    # The predictor uses this module without these.
-    from cropr_jax.data import augment, rand_augment
-
     preprocess = _checked(preprocess)
     train = dict(preprocess["train"])
     policy = rand_augment.parse_policy(train["rand_augment"]) if train["rand_augment"] else None
-    # timm fills with the rounded mean colour: (124, 116, 104) for ImageNet's.
-    red, green, blue = (min(255, round(255 * value)) for value in preprocess["mean"])
-    scale = train["crop_scale"]
-    resample = resample_filter(preprocess["interpolation"])
+    return functools.partial(_train, preprocess, train, policy)
 
-    def transform(record: Record, rng: np.random.Generator) -> np.ndarray:
-        image = decode(record["image"])
-        if scale in ("none", None):
-            image = eval_image(image, preprocess)
-        else:
-            image = augment.random_resized_crop(image, preprocess["res"], scale, resample, rng)
-        if train["flip"]:
-            image = augment.random_flip(image, rng)
-        if policy is not None:
-            image = rand_augment.rand_augment(image, policy, (red, green, blue), rng)
-        pixels = normalize(image, preprocess["mean"], preprocess["std"])
-        return augment.random_erasing(pixels, train["erase"], rng) if train["erase"] else pixels
 
-    return transform
+def _train(
+    preprocess: Mapping[str, Any],
+    train: Mapping[str, Any],
+    policy: rand_augment.Policy | None,
+    record: Record,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    image = decode(record["image"])
+    if train["crop_scale"] in ("none", None):
+        image = eval_image(image, preprocess)
+    else:
+        resample = resample_filter(preprocess["interpolation"])
+        scale = tuple(train["crop_scale"])
+        image = augment.random_resized_crop(image, preprocess["res"], scale, resample, rng)
+    if train["flip"]:
+        image = augment.random_flip(image, rng)
+    if policy is not None:
+        # timm fills with the rounded mean colour: (124, 116, 104) for ImageNet's.
+        red, green, blue = (round(255 * value) for value in preprocess["mean"])
+        image = rand_augment.rand_augment(image, policy, (red, green, blue), rng)
+    pixels = normalize(image, preprocess["mean"], preprocess["std"])
+    return augment.random_erasing(pixels, train["erase"], rng) if train["erase"] else pixels
 
 
 def _checked(preprocess: Mapping[str, Any]) -> dict[str, Any]:

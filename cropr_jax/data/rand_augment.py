@@ -162,11 +162,13 @@ OPS: dict[str, Callable[..., Image.Image]] = {
     "ContrastIncreasing": lambda image, by, fill: ImageEnhance.Contrast(image).enhance(by),
     "BrightnessIncreasing": lambda image, by, fill: ImageEnhance.Brightness(image).enhance(by),
     "SharpnessIncreasing": lambda image, by, fill: ImageEnhance.Sharpness(image).enhance(by),
-    "ShearX": lambda image, by, fill: affine(image, (1, by, 0, 0, 1, 0), fill),
-    "ShearY": lambda image, by, fill: affine(image, (1, 0, 0, by, 1, 0), fill),
-    "TranslateXRel": lambda image, by, fill: affine(image, (1, 0, by * image.width, 0, 1, 0), fill),
+    "ShearX": lambda image, by, fill: affine(image, (1.0, by, 0.0, 0.0, 1.0, 0.0), fill),
+    "ShearY": lambda image, by, fill: affine(image, (1.0, 0.0, 0.0, by, 1.0, 0.0), fill),
+    "TranslateXRel": lambda image, by, fill: affine(
+        image, (1.0, 0.0, by * image.width, 0.0, 1.0, 0.0), fill
+    ),
     "TranslateYRel": lambda image, by, fill: affine(
-        image, (1, 0, 0, 0, 1, by * image.height), fill
+        image, (1.0, 0.0, 0.0, 0.0, 1.0, by * image.height), fill
     ),
 }
 OP_NAMES = tuple(OPS)

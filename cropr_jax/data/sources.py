@@ -26,7 +26,8 @@ _SPLIT = re.compile(r"(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 class Reader(Protocol):
     """A whole named split: image (encoded bytes or uint8 [h, w, c]) and label by index."""
 
-    class_names: tuple[str, ...]
+    @property
+    def class_names(self) -> tuple[str, ...]: ...
 
     def __len__(self) -> int: ...
 

@@ -65,7 +65,7 @@ class TfdsReader:
 
         self._folder, self._split = os.fspath(folder), split
         self._example: Callable[[int], dict[str, Any]] | None = None
-        info = tfds.builder_from_directory(self._folder).info
+        info: Any = tfds.builder_from_directory(self._folder).info
         if split not in info.splits:
             raise ConfigError(
                 f"data split {split!r}: {folder} has {', '.join(sorted(info.splits))}. "
@@ -107,11 +107,12 @@ class TfdsReader:
     def _open(self) -> Callable[[int], dict[str, Any]]:
         import tensorflow_datasets as tfds
 
-        builder = tfds.builder_from_directory(self._folder)
+        builder: Any = tfds.builder_from_directory(self._folder)
         decoders = {"image": tfds.decode.SkipDecoding()}
         if self._records is None:
             return builder.as_data_source(self._split, decoders=decoders).__getitem__
-        records, features = self._records, builder.info.features
+        records = self._records
+        features: Any = builder.info.features
         return lambda index: features.deserialize_example_np(records[index], decoders=decoders)
 
     def __getstate__(self) -> dict[str, Any]:
