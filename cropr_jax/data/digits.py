@@ -7,6 +7,7 @@ test part), with a fixed stratified random split of 80 to 20 per cent. No networ
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import os
@@ -87,14 +88,27 @@ def prepare(folder: str = "") -> Path:
       folder: TFDS data folder; by default `$CROPR_DATA_DIR`, else `~/.cache/cropr_jax/tfds`.
     """
     folder = folder or os.environ.get("CROPR_DATA_DIR") or "~/.cache/cropr_jax/tfds"
-    builder = CroprDigits(data_dir=os.path.expanduser(folder), file_format="array_record")
-    if not (Path(builder.data_dir) / "dataset_info.json").is_file():
-        config = tfds.download.DownloadConfig(
-            compute_stats=tfds.download.ComputeStatsMode.SKIP, try_download_gcs=False
-        )
-        with quiet():
-            builder.download_and_prepare(download_config=config)
-    return Path(builder.data_dir)
+    folder = os.path.expanduser(folder)
+    builder = CroprDigits(data_dir=folder, file_format="array_record")
+    prepared = Path(builder.data_dir)
+    if not (prepared / "dataset_info.json").is_file():
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "cropr_digits.lock"), "w") as lock:
+            # Two processes of one run come here together; the second finds the work done.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (prepared / "dataset_info.json").is_file():
+                _prepare(folder)
+    return prepared
+
+
+def _prepare(folder: str) -> None:
+    # A new builder: one made before another process wrote the data does not see it.
+    builder = CroprDigits(data_dir=folder, file_format="array_record")
+    config = tfds.download.DownloadConfig(
+        compute_stats=tfds.download.ComputeStatsMode.SKIP, try_download_gcs=False
+    )
+    with quiet():
+        builder.download_and_prepare(download_config=config)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,9 @@ same on one host and on many, with and without workers.
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,8 @@ Batch = dict[str, np.ndarray]
 # that handing them over costs little.
 _PART = 32
 _ENDLESS = 2**40
+# Each thread holds up to three parts; Python's lock keeps more from being of use.
+_MAX_THREADS = 16
 
 
 def num_examples(config: Mapping[str, Any], name: str = "") -> int:
@@ -165,9 +169,9 @@ def _batches(dataset: grain.MapDataset, parts: int, workers: int) -> Iterator[Ba
         options = grain.multiprocessing.MultiprocessingOptions(
             num_workers=workers, per_worker_buffer_size=2
         )
-        iterator = iter(dataset.to_iter_dataset(read).mp_prefetch(options))
+        iterator = iter(dataset.to_iter_dataset(read).mp_prefetch(options, _end_with_parent))
     else:
-        threads = os.cpu_count() or 1
+        threads = min(os.cpu_count() or 1, _MAX_THREADS)
         read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
         iterator = iter(dataset.to_iter_dataset(read))
 
@@ -186,6 +190,18 @@ def _batches(dataset: grain.MapDataset, parts: int, workers: int) -> Iterator[Ba
             iterator.close()
 
     return generate()
+
+
+def _end_with_parent(worker: int, workers: int) -> None:
+    """Lets a worker end when its parent is killed; Grain's would hold memory for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 # What runs in the workers: plain classes, so that they pickle.

@@ -150,10 +150,9 @@ def train_transform(
     Raises:
       ConfigError: a field that cannot be read, before any image is.
     """
-    preprocess = _checked(preprocess)
     train = dict(preprocess["train"])
     policy = rand_augment.parse_policy(train["rand_augment"]) if train["rand_augment"] else None
-    return functools.partial(_train, preprocess, train, policy)
+    return functools.partial(_train, _checked(preprocess), train, policy)
 
 
 def _train(
@@ -181,14 +180,15 @@ def _train(
 
 
 def _checked(preprocess: Mapping[str, Any]) -> dict[str, Any]:
-    """A plain, picklable copy; errors name the field."""
-    fields = dict(preprocess)
+    """What both transforms use, as a plain dictionary; errors name the field."""
+    fields: dict[str, Any] = {key: preprocess[key] for key in ("interpolation", "crop_ratio")}
     for name, length in (("res", 2), ("mean", 3), ("std", 3)):
-        fields[name] = tuple(fields[name])
-        if len(fields[name]) != length:
+        value = preprocess[name]
+        if not isinstance(value, tuple | list) or len(value) != length:
             raise ConfigError(
-                f"config.preprocess.{name} is {fields[name]}, expected {length} values."
+                f"config.preprocess.{name} is {value!r}, expected {length} numbers in a tuple."
             )
+        fields[name] = tuple(value)
     ratio = fields["crop_ratio"]
     if ratio != "none" and not (isinstance(ratio, int | float) and 0 < ratio <= 1):
         raise ConfigError(

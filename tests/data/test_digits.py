@@ -1,10 +1,16 @@
 """The digits builder: counts, stratification, pixels, reuse."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 from sklearn.datasets import load_digits
 
 from cropr_jax.data import digits, preprocess
 from cropr_jax.data.sources import open_source
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_split_is_fixed_disjoint_complete_and_stratified():
@@ -40,6 +46,17 @@ def test_prepared_once_silently_and_read_back(tmp_path, capfd):
         image = np.asarray(preprocess.decode(test[i]["image"]))
         assert image.shape == (8, 8, 3) and (image == image[..., :1]).all()
         assert pictures[image[..., 0].tobytes()] == test[i]["label"]
+
+
+def test_two_processes_prepare_at_once(tmp_path):
+    program = f"from cropr_jax.data import digits; print(digits.prepare({str(tmp_path)!r}))"
+    runs = [
+        subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    first, second = (run.communicate()[0].decode() for run in runs)
+    assert [run.returncode for run in runs] == [0, 0]
+    assert first == second and str(tmp_path) in first
 
 
 def test_folder_from_the_environment(tmp_path, monkeypatch):

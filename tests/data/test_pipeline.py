@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_collections
 import numpy as np
+import psutil
 import pytest
 
 from cropr_jax.data import pipeline
@@ -124,6 +126,34 @@ def test_workers_change_nothing():
         list(pipeline.eval_batches(with_workers, "test")),
         list(pipeline.eval_batches(setting, "test")),
     )
+
+
+@pytest.mark.slow
+def test_workers_end_when_their_parent_is_killed():
+    program = f"""
+import sys, time
+from cropr_jax.data import pipeline
+if __name__ == "__main__":
+    batches = pipeline.train_batches({config(data={"workers": 1})!r})
+    next(batches)
+    print("started", flush=True)
+    time.sleep(60)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == b"started\n"
+        children = psutil.Process(run.pid).children()
+        assert len(children) >= 1
+        run.kill()
+    assert psutil.wait_procs(children, timeout=20)[1] == []
+
+
+def test_config_dicts_work_as_dictionaries_do():
+    setting = ml_collections.ConfigDict(config())
+    assert_equal(
+        take(pipeline.train_batches(setting), 2), take(pipeline.train_batches(config()), 2)
+    )
+    assert len(list(pipeline.eval_batches(setting, "test"))) == 4
 
 
 @pytest.mark.parametrize("examples", [1, 7, 8, 9, 30, 32])

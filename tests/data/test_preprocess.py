@@ -142,6 +142,7 @@ def test_training_is_a_pure_function_of_record_and_generator():
         ({"interpolation": "cubic"}, "interpolation"),
         ({"crop_ratio": 2.0}, "crop_ratio"),
         ({"res": (224,)}, "res"),
+        ({"res": 224}, "res"),
         ({"mean": (0.5,)}, "mean"),
     ],
 )
