@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +48,9 @@ class Arrays:
                 f"data split {split!r}: no {folder / split}*.npz; the folder holds {found}. "
                 "Set config.data.dir (or the variable in config.data.env), or another split."
             )
-        images, labels, names = zip(*(_read(path) for path in paths), strict=True)
+        images, labels, names = zip(
+            *(_read(path, path.stat().st_mtime_ns) for path in paths), strict=True
+        )
         if len({array.shape[1:] for array in images}) > 1 or len(set(names)) > 1:
             raise ConfigError(
                 f"data split {split!r}: {', '.join(p.name for p in paths)} in {folder} have "
@@ -61,10 +64,14 @@ class Arrays:
                 f"{paths[0]}: labels from {all_labels.min()} to {count - 1}, expected 0 to "
                 f"{len(class_names) - 1} ({len(class_names)} class_names). Mend the file."
             )
-        return cls(np.concatenate(images), all_labels, class_names)
+        whole = images[0] if len(images) == 1 else np.concatenate(images)
+        return cls(whole, all_labels, class_names)
 
 
-def _read(path: Path) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+# A run opens a split several times, for its size, its classes and its batches, and unpacking a
+# compressed file takes seconds.
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, modified: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     with np.load(path) as file:
         missing = {"images", "labels"} - set(file.files)
         if missing:
@@ -87,4 +94,5 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
             f"{path}: labels are {labels.dtype} {list(labels.shape)}, expected integers "
             f"[{len(images)}]."
         )
+    images.flags.writeable = False
     return images, labels.astype(np.int64), names
