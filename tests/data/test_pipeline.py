@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import ml_collections
 import numpy as np
 import pytest
 
@@ -156,14 +155,6 @@ def is_running(process):
     except FileNotFoundError:
         return False
     return state != "Z"
-
-
-def test_config_dicts_work_as_dictionaries_do():
-    setting = ml_collections.ConfigDict(config())
-    assert_equal(
-        take(pipeline.train_batches(setting), 2), take(pipeline.train_batches(config()), 2)
-    )
-    assert len(list(pipeline.eval_batches(setting, "test"))) == 4
 
 
 @pytest.mark.parametrize("examples", [1, 7, 8, 9, 30, 32])
