@@ -1,5 +1,16 @@
 """Token Cropr in JAX/Flax: faster Vision Transformers by task-relevant token pruning."""
 
+from typing import Any
+
 from cropr_jax.version import __version__
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """`cropr_jax.load`, imported when it is first used: `import cropr_jax` stays light."""
+    if name == "load":
+        from cropr_jax.inference import load
+
+        return load
+    raise AttributeError(f"module 'cropr_jax' has no attribute {name!r}")

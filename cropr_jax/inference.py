@@ -1,0 +1,287 @@
+"""The predictor: the slim form of a model, compiled once for each shape.
+
+    import cropr_jax
+    predictor = cropr_jax.load("runs/digits")
+    logits = predictor(images)                                   # [b, c]
+    logits = predictor(["cat.jpg", "dog.jpg"], preprocess=True)
+    logits, out = predictor.predict(images)                      # with kept and pruned tokens
+
+Letters: b images, c classes, h and w the patch grid.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from cropr_jax import models, rng
+from cropr_jax.errors import CheckpointError, ConfigError
+from cropr_jax.models.vit import ViT
+
+# What `predict` returns beside the logits, where the method has it.
+OUTPUTS = ("kept", "pruned", "pruned_after")
+
+
+class Predictor:
+    """Classifies images with a pruned model.
+
+    Attributes:
+      model: slim form.
+      params: its parameters on the device, cast to the compute dtype once.
+      preprocess: `config.preprocess`, or None.
+      class_names: by label; empty if unknown.
+    """
+
+    def __init__(
+        self,
+        model: ViT,
+        params: Mapping[str, Any],
+        preprocess: Mapping[str, Any] | None = None,
+        class_names: Sequence[str] = (),
+    ):
+        """Use `Predictor.from_model`, unless model and parameters are slim already.
+
+        Raises:
+          ConfigError: if the model is not slim.
+        """
+        if not model.slim:
+            raise ConfigError("Predictor: the model is in its training form; use from_model")
+        self.model = model
+        self.params = jax.device_put(cast_params(model, params))
+        self.preprocess = dict(preprocess) if preprocess else None
+        self.class_names = tuple(class_names)
+        self._compiled: dict[tuple, Any] = {}
+
+    @classmethod
+    def from_model(
+        cls,
+        model: ViT,
+        params: Mapping[str, Any],
+        preprocess: Mapping[str, Any] | None = None,
+        class_names: Sequence[str] = (),
+    ) -> Predictor:
+        """Of a model in either form and its parameters; slims both by itself.
+
+        Args:
+          model: from `models.create`.
+          params: all of its parameters; of the training form, those that `slim_leaves` names do.
+          preprocess: `res`, `mean`, `std`, `interpolation`, `crop_ratio`, for uint8 images and for
+            files. Without it only normalised float images are taken.
+          class_names: by label.
+        """
+        return cls(*models.slim(model, params), preprocess, class_names)
+
+    def __call__(self, images: Any, *, preprocess: bool = False) -> jax.Array:
+        """Float32 logits [b, c]; arguments as for `predict`."""
+        return self._run(images, preprocess, ())[0]
+
+    def predict(
+        self, images: Any, *, preprocess: bool = False
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Logits, and which patches were kept and pruned.
+
+        Args:
+          images: uint8 [b, height, width, 3], RGB, 0 to 255, of the model's `image_size`; or
+            float32 of the same shape, already normalised. With `preprocess` a list of files
+            (paths), Pillow images or uint8 arrays [height, width, 3] of any sizes.
+          preprocess: resize, crop and normalise first, as in evaluation.
+
+        Returns:
+          Float32 logits [b, c], and a dict: `kept` and `pruned`, raster indices int32 of each site
+          in descending order of score; `pruned_after` int32 [b, h, w], the block (from 1) after
+          which each patch was pruned, 0 where it was kept. What a method does not have is missing.
+
+        Raises:
+          ValueError: if the images have another size or type.
+          ConfigError: if they need `preprocess` settings and there are none.
+        """
+        return self._run(images, preprocess, OUTPUTS)
+
+    def warm_up(self, batch_size: int, dtype: Any = np.uint8) -> tuple[float, float]:
+        """Compiles `__call__` for a batch size, unless that was done.
+
+        Returns:
+          Seconds of tracing and of compiling; (0, 0) if it was compiled already.
+        """
+        return self._compile((batch_size, *self.model.image_size, 3), np.dtype(dtype), ())
+
+    def top(self, logits: Any, k: int = 5) -> list[list[tuple[str, float]]]:
+        """The k most probable classes of each image as (name, probability), best first."""
+        probabilities = np.asarray(jax.nn.softmax(jnp.asarray(logits), axis=-1))
+        names = self.class_names or [str(label) for label in range(probabilities.shape[-1])]
+        best = np.argsort(-probabilities, axis=-1, kind="stable")[:, :k]
+        return [
+            [(names[label], float(row[label])) for label in labels]
+            for row, labels in zip(probabilities, best, strict=True)
+        ]
+
+    def prepare(self, images: Sequence[Any]) -> np.ndarray:
+        """uint8 [b, height, width, 3] of the model's size, from files, Pillow images or arrays.
+
+        Raises:
+          ConfigError: without `preprocess` settings, or on a file that cannot be read.
+        """
+        from PIL import Image
+
+        from cropr_jax.data import preprocess
+
+        settings = self._settings()
+        made = []
+        for image in images:
+            if isinstance(image, str | Path):
+                try:
+                    image = Image.open(image)
+                    image.load()
+                except OSError as error:
+                    raise ConfigError(f"image '{image}' cannot be read ({error})") from error
+            made.append(np.asarray(preprocess.eval_image(preprocess.decode(image), settings)))
+        return np.stack(made)
+
+    def _settings(self) -> dict[str, Any]:
+        if self.preprocess is None:
+            raise ConfigError(
+                "Predictor: uint8 images and files need preprocess settings (res, mean, std, "
+                "interpolation, crop_ratio): give them to from_model, or pass normalised floats"
+            )
+        return self.preprocess
+
+    def _run(self, images: Any, preprocess: bool, outputs: tuple[str, ...]):
+        if preprocess:
+            images = self.prepare(images)
+        if not hasattr(images, "shape"):
+            raise ValueError(
+                f"images are a {type(images).__name__}: pass an array [b, height, width, 3], or "
+                "preprocess=True for files and Pillow images"
+            )
+        if tuple(images.shape[1:]) != (*self.model.image_size, 3):
+            raise ValueError(
+                f"images are {list(images.shape)}, expected [b, {self.model.image_size[0]}, "
+                f"{self.model.image_size[1]}, 3]; preprocess=True resizes"
+            )
+        if images.dtype != np.uint8:
+            if not jnp.issubdtype(images.dtype, jnp.floating):
+                raise ValueError(f"images are {images.dtype}, expected uint8 or float32")
+            images = images.astype(np.float32)
+        self._compile(tuple(images.shape), images.dtype, outputs)
+        return self._compiled[images.shape, images.dtype, outputs](self.params, images)
+
+    def _compile(
+        self, shape: tuple[int, ...], dtype: np.dtype, outputs: tuple[str, ...]
+    ) -> tuple[float, float]:
+        if (shape, dtype, outputs) in self._compiled:
+            return 0.0, 0.0
+        normalize = None
+        if dtype == np.uint8:
+            normalize = tuple(np.float32(self._settings()[name]) for name in ("mean", "std"))
+        function = jax.jit(functools.partial(forward, self.model, normalize, outputs))
+        start = time.perf_counter()
+        lowered = function.lower(self.params, jax.ShapeDtypeStruct(shape, dtype))
+        traced = time.perf_counter()
+        self._compiled[shape, dtype, outputs] = lowered.compile()
+        return traced - start, time.perf_counter() - traced
+
+
+def forward(
+    model: ViT,
+    normalize: tuple[np.ndarray, np.ndarray] | None,
+    outputs: tuple[str, ...],
+    params: Mapping[str, Any],
+    images: jax.Array,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Logits of a batch, and those of `outputs` that the model has.
+
+    Methods that draw at random use the same numbers in every call; image i of a batch has its own.
+
+    Args:
+      model: slim form.
+      normalize: (mean, std) of values scaled to 0 .. 1, or None if the images are normalised.
+      outputs: names in the model's `out`.
+      params: of the model.
+      images: [b, height, width, 3].
+    """
+    if normalize is not None:
+        mean, std = normalize
+        images = (images.astype(jnp.float32) / 255 - mean) / std
+    keys = rng.example_keys(jax.random.key(0), 0, jnp.arange(images.shape[0]))
+    logits, out = model.apply({"params": params}, images, keys=keys)
+    return logits, {name: out[name] for name in outputs if name in out}
+
+
+def cast_params(model: ViT, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters in the dtype in which the model uses them.
+
+    Norms and reducers compute with float32 parameters whatever the compute dtype; all else would be
+    cast in every call. Logits do not change.
+    """
+
+    def cast(path: tuple[str, ...], leaf: Any) -> Any:
+        kept = path[0].startswith("reducer_") or any("norm" in part for part in path)
+        return leaf if kept else jnp.asarray(leaf, model.dtype)
+
+    return traverse_util.path_aware_map(cast, dict(params))
+
+
+def slim_leaves(model: ViT) -> dict[str, Any]:
+    """The part of the training tree that the slim parameters are made of, as shapes.
+
+    Found by tracing `models.slim_params`: what it does not read, inference does not need.
+    """
+    params = traverse_util.flatten_dict(models.abstract_params(model))
+    names, leaves = tuple(params), tuple(params.values())
+
+    def slim(*leaves: jax.Array) -> Any:
+        tree = traverse_util.unflatten_dict(dict(zip(names, leaves, strict=True)))
+        return models.slim_params(model, tree)
+
+    jaxpr = jax.make_jaxpr(slim)(*leaves).jaxpr
+    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | set(map(id, jaxpr.outvars))
+    return traverse_util.unflatten_dict(
+        {
+            name: leaf
+            for name, leaf, var in zip(names, leaves, jaxpr.invars, strict=True)
+            if id(var) in used
+        }
+    )
+
+
+def load(path: str | Path, dtype: str | None = None) -> Predictor:
+    """The predictor of a trained run. Of a checkpoint, only what the slim model needs is read.
+
+    Args:
+      path: a work directory (its best checkpoint then, else its last), or the directory of one
+        step, `WORKDIR/checkpoints/STEP`. `WORKDIR/config.json` says what the model is and how
+        images are preprocessed.
+      dtype: compute dtype, 'float32' or 'bfloat16'; by default that of the config.
+
+    Raises:
+      CheckpointError: if there is no run or no checkpoint, or it is of another model.
+    """
+    from cropr_jax.train import checkpoints
+
+    path = Path(path).expanduser().absolute()
+    workdir = path.parent.parent if path.parent.name == checkpoints.DIRECTORY else path
+    try:
+        config = json.loads((workdir / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"'{workdir}' has no config.json: give a work directory of a run, or one of its steps "
+            f"such as WORKDIR/{checkpoints.DIRECTORY}/1000"
+        ) from error
+    model = models.create(config["model"] | ({"dtype": dtype} if dtype else {}))
+    params = checkpoints.restore_params(path, slim_leaves(model))
+    return Predictor.from_model(model, params, config["preprocess"], read_class_names(workdir))
+
+
+def read_class_names(workdir: Path) -> tuple[str, ...]:
+    """Names by label that a run wrote to `run.json`; empty if it wrote none."""
+    run = workdir / "run.json"
+    return tuple(json.loads(run.read_text()).get("class_names", ())) if run.exists() else ()
