@@ -1,0 +1,159 @@
+"""Times models, the input pipeline, or the device itself.
+
+    python -m cropr_jax.bench --config vit_l,r=8,fusion=llf,res=224
+    python -m cropr_jax.bench --config configs/in1k.py:vit_l --stage train --json speed.json
+    python -m cropr_jax.bench --floor
+    python -m cropr_jax.bench --input --config configs/in1k.py:vit_l
+
+Variants need jax, flax, optax, einops and numpy alone; config files also ml_collections. With
+`--json` a second start of the same command goes on where the first was cut.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+
+from cropr_jax.bench import floor, report, spec, throughput
+from cropr_jax.bench.programs import FORMS, STAGES
+from cropr_jax.errors import ConfigError
+from cropr_jax.models import DTYPES, choose
+
+ATTENTION = ("auto", "xla", "cudnn")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """'a,b' -> ('a', 'b')."""
+    return tuple(text.split(","))
+
+
+def batch(text: str) -> int:
+    """'auto' -> 0, else a positive number."""
+    size = 0 if text == "auto" else int(text)
+    if size < 0 or text == "0":
+        raise ValueError
+    return size
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m cropr_jax.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add(
+        "--config",
+        action="append",
+        default=[],
+        help="FILE.py:ARGS or VARIANT,KEY=VALUE,...; may be given several times",
+    )
+    add("--reduction", type=names, default=("none", "random", "cropr"), help="methods, by comma")
+    add("--batch_size", type=batch, default=0, help="'auto' (each method's best) or a number")
+    add("--precision", type=names, default=("float32",), help="float32, bfloat16, or both by comma")
+    add("--attention", type=names, default=("auto",), help="auto, xla, cudnn, by comma")
+    add("--rounds", type=int, default=15)
+    add("--form", choices=FORMS, default="slim", help="full: the scorers as they are in training")
+    add("--stage", choices=STAGES, default="infer", help="train: a whole training step")
+    add("--json", help="file for the results")
+    add("--floor", action="store_true", help="measure a large matrix product and a large copy")
+    add("--input", action="store_true", help="measure the input pipeline of the config")
+    return made
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
+
+
+def run_floor(file: report.Report) -> None:
+    """Measures and prints the floor."""
+    found = floor.measure()
+    file.put(floor=found)
+    rows = [
+        (name.partition("_")[0] + " matrix product", f"{rate / 1e12:.3f} TMAC/s")
+        for name, rate in found.items()
+        if "macs" in name
+    ]
+    rows.append(("copy", f"{found['bytes_per_second'] / 1e9:.1f} GB/s"))
+    print(report.format_table((file.content["device"], ""), rows), flush=True)
+
+
+def run_input(configs: Sequence[str]) -> None:
+    """Measures the input pipelines."""
+    from cropr_jax.bench.input import input_benchmark
+
+    for config in configs:
+        if not spec.is_file(config):
+            raise ConfigError(f"--config: '{config}' has no data; --input needs a config file")
+        print(f"{config}\n{input_benchmark(spec.load_file(config))}", flush=True)
+
+
+def run_group(config: str, settings: throughput.Settings, file: report.Report) -> None:
+    """Times one group, unless the file holds it, and prints its table."""
+    identity = {name: getattr(settings, name) for name in report.IDENTITY[2:]}
+    rows = [file.find(config=config, reduction=name, **identity) for name in settings.reductions]
+    say(f"{config}, {settings.precision}, attention {settings.attention}, {settings.stage}")
+
+    def done(row: report.Row | None) -> bool:
+        same_batch = row and settings.batch_size in (0, row["batch_size"])
+        return bool(same_batch) and row["rounds"] >= settings.rounds
+
+    def save(rows: Sequence[report.Row]) -> None:
+        if "floor" in file.content and settings.stage == "infer":
+            rows = [row | {"floor_share": floor.share(row, file.content["floor"])} for row in rows]
+        file.add(rows)
+
+    if all(map(done, rows)):
+        say(f"already in {file.path}")
+    else:
+        rows = throughput.measure(config, settings, say, save)
+    print(f"\n{config}, {settings.precision}, {settings.stage}, {file.content['device']}")
+    print(report.table(rows), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line.
+
+    Raises:
+      ConfigError: on what the user has to mend.
+    """
+    args = parser().parse_args(argv)
+    if not args.config and not args.floor:
+        raise ConfigError("--config is missing, for example --config vit_l,r=8,fusion=llf")
+    if args.rounds < 1:
+        raise ConfigError(f"--rounds: found {args.rounds}, expected at least 1")
+    if args.input:
+        run_input(args.config)
+        return
+    groups = []
+    for config, precision, attention in itertools.product(
+        args.config, args.precision, args.attention
+    ):
+        settings = throughput.Settings(
+            reductions=args.reduction,
+            batch_size=args.batch_size,
+            precision=choose("precision", precision, DTYPES),
+            attention=choose("attention", attention, ATTENTION),
+            rounds=args.rounds,
+            form=args.form,
+            stage=args.stage,
+        )
+        for name in args.reduction:
+            throughput.create(config, name, settings)
+        groups.append((config, settings))
+    file = report.Report(args.json)
+    if args.floor:
+        run_floor(file)
+    for config, settings in groups:
+        run_group(config, settings, file)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

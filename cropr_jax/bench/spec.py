@@ -1,0 +1,113 @@
+"""What to time: a config file, or a variant's name with `key=value` pairs."""
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cropr_jax.errors import ConfigError
+from cropr_jax.models.vit import VARIANTS
+
+# The paper's pruning rate for 224 x 224 pixels (section "Pruning schedule"); ours for ti and s.
+RATES = {"ti": 16, "s": 16, "b": 16, "l": 8, "h": 8}
+SHORT = {
+    "r": "reduction.rate",
+    "schedule": "reduction.schedule",
+    "fusion": "reduction.fusion",
+    "res": "image_size",
+    "classes": "num_classes",
+    "queries": "num_queries",
+}
+
+
+def value_of(text: str) -> Any:
+    """'8' -> 8, '4.0' -> 4.0, 'true' -> True, '224x320' -> (224, 320), else the text itself."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float, lambda pair: tuple(int(side) for side in pair.split("x"))):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def is_file(config: str) -> bool:
+    """Whether a config names a Python file rather than a variant."""
+    return config.partition(":")[0].endswith(".py")
+
+
+def load_file(config: str) -> dict[str, Any]:
+    """The config of `FILE.py:ARGS` as nested dictionaries.
+
+    Raises:
+      ConfigError: if there is no such file, or it refuses its arguments.
+    """
+    path, _, arg = config.partition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"--config: '{path}' does not exist")
+    spec = importlib.util.spec_from_file_location("benchmarked_config", path)
+    module = importlib.util.module_from_spec(spec)
+    # Config files import their neighbours as `configs.NAME`.
+    root = str(Path(path).resolve().parent.parent)
+    if root not in sys.path:
+        sys.path.append(root)
+    spec.loader.exec_module(module)
+    return module.get_config(arg or None).to_dict()
+
+
+def parse_variant(config: str) -> dict[str, Any]:
+    """Fields of a model, as `models.create` takes them, from `vit_l,r=8,fusion=llf,res=224`.
+
+    The first word is `vit_ti`, `vit_s`, `vit_b`, `vit_l` or `vit_h`, or `vit` with `width=`,
+    `depth=`, `heads=` and `patch=`. Then come short names (`r`, `schedule`, `fusion`, `res` as 224
+    or 224x320, `classes`, `queries`) or any field of the model (`prefix=0`,
+    `reduction.options.heads=16`). R defaults to the paper's 16, 8 and 8 for B, L and H at 224
+    pixels and grows with the area, as in the paper (8, 18 and 32 at 224, 336 and 448).
+
+    Raises:
+      ConfigError: on an unknown variant or a word that is no `key=value`.
+    """
+    name, *words = config.split(",")
+    variant = name.removeprefix("vit_")
+    if name != "vit" and variant not in RATES:
+        expected = ", ".join(f"'vit_{known}'" for known in VARIANTS)
+        raise ConfigError(
+            f"--config: found {name!r}, expected a file such as configs/in1k.py:vit_l, or one of "
+            f"{expected}, 'vit'"
+        )
+    fields: dict[str, Any] = {"image_size": 224, "num_classes": 1000, "reduction": {}}
+    if name != "vit":
+        fields["variant"] = variant
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--config: found {word!r} in '{config}', expected key=value")
+        *parents, last = SHORT.get(key, key).split(".")
+        node = fields
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value_of(text)
+    side = fields["image_size"]
+    area = side * side if isinstance(side, int) else side[0] * side[1]
+    fields["reduction"].setdefault("rate", round(RATES.get(variant, 8) * area / 224**2))
+    return fields
+
+
+def model_fields(config: str) -> dict[str, Any]:
+    """Fields of the model that a config file or a variant describes."""
+    return load_file(config)["model"] if is_file(config) else parse_variant(config)
+
+
+def with_reduction(fields: Mapping[str, Any], name: str, **more: Any) -> dict[str, Any]:
+    """The same model with another reduction method at the same schedule.
+
+    Options of the config's own method are left out for another method; 'none' has no schedule.
+    """
+    before = dict(fields.get("reduction", {}))
+    if name == "none":
+        return {**fields, **more, "reduction": {"name": "none"}}
+    if before.pop("name", "cropr") != name:
+        before.pop("options", None)
+    return {**fields, **more, "reduction": {**before, "name": name}}

@@ -1,0 +1,249 @@
+"""Images per second of one model under several reduction methods, side by side.
+
+Machines drift, so the methods take turns: each round times every method once, in an order that
+moves on by one from round to round, and the ratio to the unpruned model is the median over rounds
+of the ratios within a round. Inputs and parameters lie on the device, programs are compiled and
+warm, and every call is waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from cropr_jax import models
+from cropr_jax.bench import flops, spec
+from cropr_jax.bench.programs import Inference, Program, Training, Weights
+from cropr_jax.bench.report import Row
+from cropr_jax.models.vit import ViT
+
+# A method is called in a round until this much time is full, at least once.
+ROUND_SECONDS = 0.3
+LATENCY_SECONDS = 0.1
+# The search for the best batch: a doubling must gain this much; two that do not end it.
+GAIN = 1.02
+MAX_BATCH = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a group of methods is timed.
+
+    Attributes:
+      reductions: methods, by the names of configs.
+      batch_size: images of a call; 0 takes each method's best.
+      precision: 'float32' or 'bfloat16'.
+      attention: 'auto', 'xla' or 'cudnn'.
+      rounds: of the interleaved measurement.
+      form: 'slim' or 'full' (`programs.Inference`).
+      stage: 'infer', or 'train' for whole training steps.
+    """
+
+    reductions: tuple[str, ...] = ("none", "random", "cropr")
+    batch_size: int = 0
+    precision: str = "float32"
+    attention: str = "auto"
+    rounds: int = 15
+    form: str = "slim"
+    stage: str = "infer"
+
+
+@dataclasses.dataclass
+class Contestant:
+    """A method while it is timed.
+
+    Attributes:
+      facts: what its row says without timing.
+      program: at the batch size of the throughput.
+      latency: at batch 1; None in training.
+      calls: of the two in a round.
+      seconds, latency_seconds: of a call, one entry a round.
+    """
+
+    facts: Row
+    program: Program
+    latency: Program | None
+    calls: tuple[int, int] = (1, 1)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    latency_seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def warm_up(self) -> None:
+        """Runs the programs once, and again to see how many calls fill a round."""
+        self.program.seconds()
+        calls = math.ceil(ROUND_SECONDS / self.program.seconds())
+        more = 1
+        if self.latency:
+            self.latency.seconds()
+            more = math.ceil(LATENCY_SECONDS / self.latency.seconds())
+        self.calls = calls, more
+
+    def run(self) -> None:
+        """One round."""
+        self.seconds.append(self.program.seconds(self.calls[0]))
+        if self.latency:
+            self.latency_seconds.append(self.latency.seconds(self.calls[1]))
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error of the runtime says that memory did not suffice."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+
+
+def best_batch(compile_: Callable[[int], Program], say: Callable[[str], None]) -> int:
+    """The batch size of the most images per second, by doubling from 1.
+
+    Args:
+      compile_: program of a batch size.
+      say: takes a line of progress.
+    """
+    best, rate_of_best, idle, size = 1, 0.0, 0, 1
+    while size <= MAX_BATCH and idle < 2:
+        try:
+            program = compile_(size)
+            program.seconds()
+            calls = math.ceil(ROUND_SECONDS / program.seconds())
+            rate = size / min(program.seconds(calls) for _ in range(2))
+        except jax.errors.JaxRuntimeError as error:
+            if size > 1 and out_of_memory(error):
+                say(f"batch {size}: does not fit")
+                break
+            raise
+        say(f"batch {size}: {rate:.4g} images/s")
+        if rate > GAIN * rate_of_best:
+            best, rate_of_best, idle = size, rate, 0
+        else:
+            idle += 1
+        size *= 2
+    return best
+
+
+def create(config: str, reduction: str, settings: Settings) -> ViT:
+    """The training form of a method's model.
+
+    Raises:
+      ConfigError: if there is no such model.
+    """
+    fields = spec.model_fields(config)
+    return models.create(
+        spec.with_reduction(
+            fields, reduction, dtype=settings.precision, attention=settings.attention
+        )
+    )
+
+
+def prepare(model: ViT, settings: Settings, weights: Weights, say: Callable[[str], None]):
+    """Compiles a method's programs."""
+    train = settings.stage == "train"
+    maker = Training(model, weights) if train else Inference(model, weights, settings.form)
+    batch_size = settings.batch_size or best_batch(maker.compile, say)
+    program = maker.compile(batch_size)
+    say(
+        f"batch {batch_size}: traced in {program.trace_seconds:.1f} s, compiled in "
+        f"{program.compile_seconds:.1f} s"
+    )
+    latency = None
+    if not train:
+        latency = program if batch_size == 1 else maker.compile(1)
+    contestant = Contestant(model_facts(model, settings.form), program, latency)
+    contestant.warm_up()
+    return contestant
+
+
+def measure(
+    config: str,
+    settings: Settings,
+    say: Callable[[str], None] = lambda line: None,
+    save: Callable[[Sequence[Row]], None] = lambda rows: None,
+) -> list[Row]:
+    """Times all methods of a group.
+
+    Args:
+      config: file or variant, see `cropr_jax.bench.spec`.
+      settings: how.
+      say: takes lines of progress.
+      save: takes the rows after every round, with what was measured until then.
+
+    Returns:
+      One row for each method.
+
+    Raises:
+      ConfigError: before anything is compiled, if one of the models cannot be.
+    """
+    made = {name: create(config, name, settings) for name in settings.reductions}
+    weights = Weights()
+    contestants = {
+        name: prepare(model, settings, weights, lambda line, name=name: say(f"{name}: {line}"))
+        for name, model in made.items()
+    }
+    rows: list[Row] = []
+    for turn in range(settings.rounds):
+        for name in rotate(settings.reductions, turn):
+            contestants[name].run()
+        rows = [summarize(config, settings, name, contestants) for name in contestants]
+        save(rows)
+    return rows
+
+
+def rotate(names: Sequence[str], by: int) -> list[str]:
+    """The names in an order that begins `by` places later."""
+    by %= len(names)
+    return [*names[by:], *names[:by]]
+
+
+def spread(values: Sequence[float]) -> float:
+    """Interquartile range."""
+    low, high = np.quantile(values, (0.25, 0.75))
+    return float(high - low)
+
+
+def model_facts(model: ViT, form: str) -> Row:
+    """Counts of a model: MACs (at inference, in that form), parameters, tokens after each site."""
+    height, width = model.grid
+    params = models.abstract_params(model)
+    slim = jax.eval_shape(lambda tree: models.slim_params(model, tree), params)
+    macs = flops.count(model.clone(slim=form == "slim"))
+    return {
+        "macs_linear": macs.linear,
+        "macs_all": macs.all,
+        "params_full": models.count(params),
+        "params_slim": models.count(slim),
+        "tokens": list(model.schedule.tokens(height * width, model.prefix)),
+        "tpr": model.schedule.tpr(height * width),
+    }
+
+
+def summarize(
+    config: str, settings: Settings, name: str, contestants: Mapping[str, Contestant]
+) -> Row:
+    """A method's row of the file; compile_seconds include trace_seconds, spreads are IQRs."""
+    contestant = contestants[name]
+    program, latency = contestant.program, contestant.latency_seconds
+    rates = program.batch_size / np.array(contestant.seconds)
+    ratios = None
+    if "none" in contestants:
+        base = contestants["none"]
+        ratios = rates / (base.program.batch_size / np.array(base.seconds))
+    return {
+        "config": config,
+        "reduction": name,
+        "precision": settings.precision,
+        "attention": settings.attention,
+        "form": settings.form,
+        "stage": settings.stage,
+        "rounds": len(rates),
+        "images_per_second": float(np.median(rates)),
+        "spread": spread(rates),
+        "ratio": None if ratios is None else float(np.median(ratios)),
+        "ratio_spread": None if ratios is None else spread(ratios),
+        "batch_size": program.batch_size,
+        "latency_seconds": float(np.median(latency)) if latency else None,
+        **contestant.facts,
+        "trace_seconds": program.trace_seconds,
+        "compile_seconds": program.trace_seconds + program.compile_seconds,
+        "peak_bytes": program.peak_bytes,
+        "seconds": contestant.seconds,
+    }

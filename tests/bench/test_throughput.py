@@ -1,0 +1,225 @@
+"""The benchmark: its file, its resumption, its command line."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from cropr_jax import models
+from cropr_jax.bench import __main__ as command
+from cropr_jax.bench import flops, report, spec, throughput
+from cropr_jax.errors import ConfigError
+
+TINY = "vit,width=16,depth=3,heads=2,patch=4,res=16,classes=5,r=4"
+SCHEMA = {
+    "config": str,
+    "reduction": str,
+    "precision": str,
+    "attention": str,
+    "form": str,
+    "stage": str,
+    "rounds": int,
+    "images_per_second": float,
+    "spread": float,
+    "ratio": float,
+    "ratio_spread": float,
+    "batch_size": int,
+    "latency_seconds": float,
+    "macs_linear": int,
+    "macs_all": int,
+    "params_full": int,
+    "params_slim": int,
+    "tokens": list,
+    "tpr": float,
+    "trace_seconds": float,
+    "compile_seconds": float,
+    "peak_bytes": int,
+    "seconds": list,
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(throughput, "ROUND_SECONDS", 1e-3)
+    monkeypatch.setattr(throughput, "LATENCY_SECONDS", 1e-3)
+
+
+def test_file_and_resumption(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "speed.json"
+    arguments = ["--config", TINY, "--batch_size", "2", "--rounds", "3", "--json", str(path)]
+    command.main(arguments)
+    content = json.loads(path.read_text())
+    assert content["device"] == jax.devices()[0].device_kind
+    assert content["versions"]["jax"] == jax.__version__
+    rows = {row["reduction"]: row for row in content["rows"]}
+    assert list(rows) == ["none", "random", "cropr"]
+    for row in rows.values():
+        assert {name: type(value) for name, value in row.items()} == SCHEMA
+        assert row["rounds"] == len(row["seconds"]) == 3
+        assert row["compile_seconds"] > row["trace_seconds"] > 0
+        assert row["peak_bytes"] > 4 * row["params_slim"]
+        low, high = min(row["seconds"]), max(row["seconds"])
+        assert 2 / high <= row["images_per_second"] <= 2 / low
+    assert rows["none"]["ratio"] == 1 and rows["none"]["tokens"] == []
+    ours = rows["cropr"]
+    assert ours["tokens"] == [12] and ours["tpr"] == 5 / 16
+    model = models.create(spec.with_reduction(spec.model_fields(TINY), "cropr"))
+    assert ours["macs_all"] == flops.count(model).all
+    assert ours["params_full"] == models.count(models.abstract_params(model))
+    assert ours["params_slim"] < ours["params_full"]
+    paired = np.divide(rows["none"]["seconds"], ours["seconds"])
+    assert ours["ratio"] == pytest.approx(np.median(paired))
+    table = capsys.readouterr().out
+    assert "images/s" in table and "random" in table
+
+    # Measured rows are not measured again; a group with a row that fell short is.
+    def fail(*_):
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(throughput, "measure", fail)
+        command.main(arguments)
+        assert json.loads(path.read_text()) == content
+        content["rows"][1]["rounds"] = 2
+        path.write_text(json.dumps(content))
+        with pytest.raises(AssertionError, match="measured again"):
+            command.main(arguments)
+
+    path.write_text(json.dumps(content | {"device": "another"}))
+    with pytest.raises(ConfigError, match="was measured with device 'another'"):
+        command.main(arguments)
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="no benchmark file"):
+        command.main(arguments)
+
+
+def test_an_interrupted_benchmark_leaves_rows(tmp_path):
+    file = report.Report(tmp_path / "speed.json")
+    seen = []
+
+    def save(rows):
+        file.add(rows)
+        seen.append([row["rounds"] for row in json.loads(file.path.read_text())["rows"]])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    settings = throughput.Settings(("none", "cropr"), batch_size=1)
+    with pytest.raises(KeyboardInterrupt):
+        throughput.measure(TINY, settings, save=save)
+    assert seen == [[1, 1], [2, 2]]
+
+
+def test_training_steps_and_forms(tmp_path, capsys):
+    settings = throughput.Settings(("none", "cropr"), batch_size=2, rounds=2, stage="train")
+    none, cropr = throughput.measure(TINY, settings)
+    assert none["latency_seconds"] is None
+    assert cropr["params_full"] > none["params_full"]
+    # Parameters and two moments are arguments; the outputs take their place.
+    assert cropr["peak_bytes"] > 3 * 4 * cropr["params_full"]
+
+    multi_head = "reduction.options.projections=true,reduction.options.heads=2"
+    settings = throughput.Settings(("cropr",), batch_size=1, rounds=1, form="full")
+    (full,) = throughput.measure(f"{TINY},{multi_head}", settings)
+    assert full["ratio"] is None
+    assert full["macs_linear"] > cropr["macs_linear"]
+
+
+def test_best_batch_stops_when_nothing_is_gained():
+    class Program:
+        def __init__(self, size):
+            if size > 64:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB")
+            self.size = size
+
+        def seconds(self, calls=1):
+            return 1 + 0.1 * self.size if self.gains else 1.0 * self.size
+
+    Program.gains = True
+    assert throughput.best_batch(Program, print) == 64
+    Program.gains = False
+    assert throughput.best_batch(Program, print) == 1
+
+
+def test_rounds_rotate():
+    assert throughput.rotate("abc", 0) == ["a", "b", "c"]
+    assert throughput.rotate("abc", 4) == ["b", "c", "a"]
+
+
+def test_variants():
+    fields = spec.parse_variant("vit_l,fusion=none,res=336,prefix=0,mlp_ratio=3.5,remat=true")
+    assert fields == {
+        "variant": "l",
+        "image_size": 336,
+        "num_classes": 1000,
+        "prefix": 0,
+        "mlp_ratio": 3.5,
+        "remat": True,
+        "reduction": {"fusion": "none", "rate": 18},
+    }
+    # The paper's rates at 224, 336 and 448 pixels.
+    for name, rate in (("vit_b", 16), ("vit_l", 8), ("vit_h", 8), ("vit_l,res=448", 32)):
+        assert spec.parse_variant(name)["reduction"]["rate"] == rate
+    assert spec.parse_variant("vit_b,res=224x320")["image_size"] == (224, 320)
+    options = spec.parse_variant("vit_b,reduction.options.heads=16")
+    assert spec.with_reduction(options, "cropr")["reduction"]["options"] == {"heads": 16}
+    assert "options" not in spec.with_reduction(options, "random")["reduction"]
+
+
+def test_config_files_need_their_own_packages_only(tmp_path):
+    (tmp_path / "made.py").write_text(
+        "class Config(dict):\n"
+        "    def to_dict(self):\n"
+        "        return dict(self)\n"
+        "def get_config(arg=None):\n"
+        "    return Config(model={'variant': arg or 'ti'})\n"
+    )
+    assert spec.model_fields(f"{tmp_path / 'made.py'}:s") == {"variant": "s"}
+    assert spec.model_fields(str(tmp_path / "made.py")) == {"variant": "ti"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--config is missing"),
+        (["--config", "vit_x"], "found 'vit_x', expected a file"),
+        (["--config", "vit_l,fast"], "found 'fast'.*expected key=value"),
+        (["--config", "none.py:vit_l"], "'none.py' does not exist"),
+        (["--config", TINY, "--reduction", "cropper"], "found 'cropper'"),
+        (["--config", TINY, "--precision", "int8"], "config.precision: found 'int8'"),
+        (["--config", TINY + ",colour=3"], "colour"),
+        (["--config", TINY, "--rounds", "0"], "--rounds: found 0"),
+        (["--config", TINY, "--input"], "has no data"),
+    ],
+)
+def test_wrong_commands(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        command.main(arguments)
+
+
+def test_floor(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command.floor, "CPU_SIZE", (64, 2**16))
+    monkeypatch.setattr(command.floor, "SECONDS", 1e-4)
+    path = tmp_path / "speed.json"
+    arguments = [
+        "--floor",
+        "--config",
+        TINY,
+        "--batch_size",
+        "1",
+        "--rounds",
+        "1",
+        "--reduction",
+        "none",
+        "--json",
+        str(path),
+    ]
+    command.main(arguments)
+    content = json.loads(path.read_text())
+    assert set(content["floor"]) == {
+        "float32_macs_per_second",
+        "bfloat16_macs_per_second",
+        "bytes_per_second",
+    }
+    assert 0 < content["rows"][0]["floor_share"] < 10
+    assert "matrix product" in capsys.readouterr().out
