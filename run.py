@@ -8,7 +8,7 @@ import os
 import re
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 FLAGS = flags.FLAGS
@@ -33,6 +33,8 @@ def set_up(cache_dir: str) -> None:
     """What must be set before the first array: where compiled programs are kept."""
     import jax
 
+    # Orbax reports each save in a dozen lines, JAX every backend that it did not find.
+    logging.set_verbosity(logging.WARNING)
     if cache_dir and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache_dir))
         # Small programs too: of a model in hundreds of them, most compile in less than a second.

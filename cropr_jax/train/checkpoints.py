@@ -9,7 +9,6 @@ step), so the step is all that they need.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -208,8 +207,6 @@ class Checkpoints:
           workdir: of the run.
           metric: name of the metric by which the best step is kept, higher is better.
         """
-        # Orbax reports each save in a dozen lines.
-        logging.getLogger("absl").setLevel(logging.WARNING)
         policies = ocp.training.preservation_policies
         self.root = Path(workdir).absolute() / DIRECTORY
         self.metric = metric

@@ -99,8 +99,10 @@ class Step:
         def add(total: Any, j: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, one(pick(j))), None
 
-        first = one(pick(jnp.asarray(0)))
-        total, _ = jax.lax.scan(add, first, jnp.arange(1, self.accum_steps))
+        # From zeros and not from the first micro-batch: the model is compiled once, in the loop.
+        shapes = jax.eval_shape(lambda: one(pick(jnp.asarray(0))))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        total, _ = jax.lax.scan(add, zeros, jnp.arange(self.accum_steps))
         return jax.tree.map(lambda x: x / self.accum_steps, total)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

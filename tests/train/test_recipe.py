@@ -1,0 +1,97 @@
+"""What a config resolves to, and what is refused before anything is compiled."""
+
+import json
+
+import pytest
+import tiny_config
+
+from cropr_jax.errors import ConfigError
+from cropr_jax.train import recipe
+
+
+def config_with(**changes):
+    config = tiny_config.get_config()
+    with config.unlocked():
+        for name, value in changes.items():
+            node = config
+            *parents, last = name.split("__")
+            for parent in parents:
+                node = node[parent]
+            node[last] = value
+    return config
+
+
+def test_numbers_of_the_recipe():
+    resolved = recipe.resolve(config_with())
+    assert (resolved.steps_per_epoch, resolved.total_steps, resolved.eval_every) == (4, 8, 4)
+    assert resolved.schedule.warmup_steps == 2
+    assert resolved.schedule.peak == 0.05 * 16 / 256
+    assert resolved.eval_examples == {"test": 21}
+    found = recipe.facts(resolved)
+    assert found["tokens"] == [13] and found["tpr"] == 0.25
+    assert found["params_slim"] < found["params"] == found["params_trained"]
+
+
+def test_card_tells_what_matters():
+    card = recipe.card(recipe.resolve(config_with()))
+    for text in (
+        "0.05 x 16/256 = 0.003125",
+        "17 -> 13",
+        "25.0% of 16 patches",
+        "8 = 2 epochs of 4",
+    ):
+        assert text in card
+
+
+def test_total_steps_scale_the_warmup():
+    resolved = recipe.resolve(config_with(total_steps=4))
+    assert (resolved.total_steps, resolved.schedule.warmup_steps) == (4, 1)
+
+
+def test_config_is_plain_json():
+    values = recipe.plain(config_with())
+    assert json.loads(json.dumps(values)) == values
+    assert values["preprocess"]["res"] == [8, 8]
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"batchsize": 3}, r"config.batchsize: no such field; did you mean batch_size"),
+    ({"optimizer__learning_rate": 3}, r"config.optimizer.learning_rate: no such field; it may"),
+    ({"model__deepth": 3}, r"config.model.deepth: no such field; did you mean depth"),
+    ({"task": "classifikation"}, "config.task: found 'classifikation'"),
+    ({"batch_size": 12}, r"config.batch_size: 12 does not divide by 8 devices x 1 .*below is 8"),
+    ({"batch_size": 128}, r"config.batch_size.*128.*64 examples"),
+    ({"accum_steps": 4}, r"16 does not divide by 8 devices x 4"),
+    ({"eval_batch_size": 20}, "config.eval_batch_size: 20 does not divide by 8"),
+    ({"batch_size": 0}, "config.batch_size: found 0"),
+    ({"mixup__group": 6}, "config.mixup.group = 6"),
+    ({"mesh__fsdp": 3}, "config.mesh.fsdp = 3 does not divide the 8"),
+    ({"mesh__data": 4}, "config.mesh.data x mesh.fsdp = 4 x 1|4 x 1, but there are 8"),
+    ({"optimizer__warmup_epochs": 3.0}, "config.optimizer.warmup_epochs: 3.0 of .* 2.0"),
+    ({"optimizer__freeze": ("blok.*",)}, "config.optimizer.freeze: 'blok.*' matches no"),
+    ({"optimizer__schedule": "step"}, "config.optimizer.schedule: found 'step'"),
+    ({"model__reduction__rate": 20}, "after block 1 21 of 16 patch tokens"),
+    ({"model__num_classes": 3}, "config.model.num_classes: 3, but the data set has 4"),
+    ({"preprocess__res": (16, 16)}, "config.preprocess.res: .*config.model.image_size"),
+    ({"data__source": "tdfs"}, "config.data.source is 'tdfs'"),
+    ({"data__eval": {}}, "config.data.eval: empty"),
+])  # fmt: skip
+def test_refused(changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        recipe.resolve(config_with(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_field_is_named():
+    config = tiny_config.get_config()
+    with config.unlocked():
+        del config.optimizer.eps
+    with pytest.raises(ConfigError, match="config.optimizer.eps is missing"):
+        recipe.resolve(config)
+
+
+def test_another_config_in_the_same_place():
+    before = recipe.plain(config_with())
+    recipe.check_same(recipe.plain(config_with(log_every=7, mesh__fsdp=2)), before, "w")
+    with pytest.raises(ConfigError, match="config.optimizer.lr: 0.1, but .*began with 0.05"):
+        recipe.check_same(recipe.plain(config_with(optimizer__lr=0.1)), before, "w")
