@@ -25,6 +25,25 @@ NEEDS = frozenset({"cls_row", "col_mean", "pixels"})
 COL_MEAN_CHUNK = 64
 
 
+def sincos_positions(
+    grid: tuple[int, int], width: int, temperature: float = 10_000.0
+) -> Float[Array, "m d"]:
+    """Fixed 2-D sine-cosine table of a grid in raster order, column first (facebookresearch/mae).
+
+    A fresh position embedding starts there: from tiny random values it takes a small model many
+    epochs to tell places apart.
+
+    Raises:
+      ValueError: if the width is no multiple of 4.
+    """
+    if width % 4:
+        raise ValueError(f"sine-cosine positions need a width divisible by 4, found {width}")
+    omega = temperature ** (-jnp.arange(width // 4) / (width // 4))
+    row, column = jnp.meshgrid(*(jnp.arange(side) for side in grid), indexing="ij")
+    angles = [place.reshape(-1, 1) * omega for place in (column, row)]
+    return jnp.concatenate([f(angle) for angle in angles for f in (jnp.sin, jnp.cos)], axis=1)
+
+
 def drop_path(
     x: Float[Array, "b t d"], rate: float, draw: Float[Array, "b"] | None
 ) -> Float[Array, "b t d"]:

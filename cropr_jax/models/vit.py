@@ -14,7 +14,14 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Key
 
 from cropr_jax import fusion, rng, routing
-from cropr_jax.layers import Attention, LayerNorm, LayerScale, Mlp, drop_path, normal_init
+from cropr_jax.layers import (
+    Attention,
+    LayerNorm,
+    LayerScale,
+    Mlp,
+    drop_path,
+    sincos_positions,
+)
 from cropr_jax.reducers import Context, Reducer
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.schedule import Schedule
@@ -322,8 +329,15 @@ class ViT(nn.Module):
             cls = self.param("cls", nn.initializers.normal(1e-6), (1, self.prefix, self.width))
             cls = jnp.broadcast_to(cls.astype(self.dtype), (x.shape[0], self.prefix, self.width))
             x = jnp.concatenate([cls, x], axis=1)
-        position = self.param("pos_embed", normal_init, (1, *x.shape[1:]))
+        position = self.param("pos_embed", self.position_init)
         return from_features(x + position.astype(self.dtype), self.grid, self.prefix)
+
+    @nn.nowrap
+    def position_init(self, key: jax.Array) -> Float[Array, "1 t d"]:
+        """MAE's table: sines and cosines for the patches, zeros for the prefix."""
+        del key
+        table = sincos_positions(self.grid, self.width)
+        return jnp.pad(table, ((self.prefix, 0), (0, 0)))[None]
 
     def draw_drop_path(
         self, train: bool, keys: Key[Array, "b"] | None

@@ -132,10 +132,10 @@ def test_slim_inference(name):
 
     np.testing.assert_allclose(logits, arrays["out/eval/logits"], atol=TOKENS)
     np.testing.assert_allclose(out["embedded"], arrays["out/eval/embed"], atol=TOKENS)
-    for block, features in enumerate(out["features"]):
-        np.testing.assert_allclose(
-            features, arrays[f"out/eval/block.{block}"], atol=TOKENS, err_msg=f"block {block}"
-        )
+    stored = [key for key in arrays if key.startswith("out/eval/block.")]
+    for key in stored:
+        block = int(key.rpartition(".")[2])
+        np.testing.assert_allclose(out["features"][block], arrays[key], atol=TOKENS, err_msg=key)
     np.testing.assert_allclose(
         out["pooled"], arrays["out/eval/pooled"].reshape(out["pooled"].shape), atol=TOKENS
     )

@@ -1,0 +1,270 @@
+"""What all configs share: parsing of the argument after the colon, and the shape of a config.
+
+A config file has one function, `get_config(arg)`; `arg` is what follows the colon in
+`--config configs/in1k.py:vit_l,res=336`: an optional variant first, then `key=value` pairs, a bare
+key meaning true.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict, config_dict
+
+from cropr_jax.errors import ConfigError
+
+REDUCTIONS = ("cropr", "none", "random", "variance", "attn_topk", "non_salient")
+SCHEDULES = ("per_block", "three_stage", "aggressive")
+FUSIONS = ("llf", "none")
+
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+NORMALIZATIONS = {"imagenet": IMAGENET, "half": HALF}
+
+# `runlocal` keeps everything but the sizes: depth, data and batch shrink.
+LOCAL_DEPTH = 4
+LOCAL_STEPS = 2
+
+SHARED = {
+    "reduction": "cropr",
+    "schedule": "per_block",
+    "r": 0,  # 0: the recipe's own
+    "fusion": "",  # empty: LLF, but none with schedule=aggressive
+    "res": 0,  # 0: the recipe's own
+    "seed": 0,
+    "runlocal": False,
+}
+
+
+def parse_arg(arg: str | None, variants: Sequence[str] = (), **defaults: Any) -> ConfigDict:
+    """Arguments of a config, typed by their defaults.
+
+    Args:
+      arg: `variant,key=value,flag`, or None.
+      variants: allowed first words; the first of them is the default. Empty: there is none.
+      **defaults: further keys beside the shared ones.
+
+    Raises:
+      ConfigError: on an unknown variant or key, or a value of another type.
+    """
+    values = SHARED | defaults
+    words = [word for word in (arg or "").split(",") if word]
+    parsed = ConfigDict(values)
+    if variants:
+        parsed.variant = variants[0]
+        if words and "=" not in words[0] and words[0] not in values:
+            parsed.variant = words.pop(0)
+        if parsed.variant not in variants:
+            raise ConfigError(
+                f"--config variant: found {parsed.variant!r}, expected one of {list(variants)}"
+            )
+    for word in words:
+        key, separator, text = word.partition("=")
+        if key not in values:
+            raise ConfigError(f"--config argument {key!r} is unknown; known are {sorted(values)}")
+        parsed[key] = _typed(key, text if separator else "true", values[key])
+    for key, options in (
+        ("reduction", REDUCTIONS),
+        ("schedule", SCHEDULES),
+        ("fusion", (*FUSIONS, "")),
+    ):
+        if parsed[key] not in options:
+            raise ConfigError(f"--config {key}: found {parsed[key]!r}, expected one of {options}")
+    parsed.fusion = parsed.fusion or ("none" if parsed.schedule == "aggressive" else "llf")
+    return parsed
+
+
+def _typed(key: str, text: str, default: Any) -> Any:
+    kind = type(default)
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return kind(text)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"--config argument {key}: found {text!r}, expected a value of type {kind.__name__}"
+        ) from error
+
+
+def base(arg: Mapping[str, Any]) -> ConfigDict:
+    """The fields that every config has, with values that rarely differ."""
+    config = ConfigDict()
+    config.task = "classification"
+    config.seed = arg["seed"]
+    config.total_epochs = 1.0
+    config.total_steps = config_dict.placeholder(int)  # overrides the epochs
+    config.batch_size = 1024
+    config.accum_steps = 1
+    config.eval_batch_size = 256
+    config.log_every = 50
+    config.eval_every = 1.0  # epochs
+    config.checkpoint_every = 1000  # steps
+    config.init = ""  # weights to start from
+    config.distributed = False  # call jax.distributed.initialize()
+
+    config.data = ConfigDict(
+        {
+            "source": "tfds",
+            "name": "",
+            "dir": "",
+            "env": "TFDS_DATA_DIR",
+            "train": "train",
+            "eval": {"test": "test"},
+            "workers": 0,
+        }
+    )
+    config.preprocess = ConfigDict(
+        {
+            "res": (224, 224),
+            **IMAGENET,
+            "interpolation": "bicubic",
+            "crop_ratio": 0.875,
+            "train": {
+                "crop_scale": (0.08, 1.0),
+                "flip": True,
+                "rand_augment": "",
+                "erase": 0.0,
+            },
+        }
+    )
+    config.mixup = ConfigDict(
+        {"mixup": 0.0, "cutmix": 0.0, "switch_prob": 0.5, "group": 512, "label_smoothing": 0.0}
+    )
+    config.optimizer = ConfigDict(
+        {
+            "lr": 1e-3,
+            "lr_reference": 256,  # effective rate: lr * batch_size / lr_reference
+            "min_lr": 1e-6,
+            "warmup_epochs": 0.0,
+            "schedule": "cosine",
+            "weight_decay": 0.05,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "layer_decay": 1.0,
+            "clip_norm": config_dict.placeholder(float),
+            "freeze": (),
+            "ema": config_dict.placeholder(float),
+        }
+    )
+    config.mesh = ConfigDict({"data": -1, "fsdp": 1})
+    return config
+
+
+def reduction(arg: Mapping[str, Any], rate: int, patches: int) -> ConfigDict:
+    """The `model.reduction` of the shared arguments.
+
+    Args:
+      arg: parsed arguments.
+      rate: R of the per-block schedule unless `r=` says otherwise.
+      patches: patch tokens of the model. The other schedules default to the paper's shares of
+        them: 50 of 196 tokens at each of three stages (Table "cls_cmp"), 825 of 1,024 at once
+        (Table "imagenet_sota").
+    """
+    rates = {
+        "per_block": rate,
+        "three_stage": patches * 50 // 196,
+        "aggressive": patches * 825 // 1024,
+    }
+    return ConfigDict(
+        {
+            "name": arg["reduction"],
+            "schedule": arg["schedule"],
+            "rate": arg["r"] or rates[arg["schedule"]],
+            "fusion": arg["fusion"],
+            "options": {},
+        }
+    )
+
+
+def pool(arg: Mapping[str, Any], default: str) -> str:
+    """The default, or 'cls' where the method reads the CLS token (the paper's Pool column)."""
+    return "cls" if arg["reduction"] == "attn_topk" else default
+
+
+def run_locally(config: ConfigDict, schedule: str) -> ConfigDict:
+    """Shrinks a config to two steps on made-up data, so that it runs on a laptop."""
+    config.total_steps = LOCAL_STEPS
+    config.batch_size = 8
+    config.accum_steps = min(config.accum_steps, 2)
+    config.eval_batch_size = 8
+    config.log_every = 1
+    config.init = ""
+    classes = config.model.num_classes or 10
+    config.model.num_classes = classes
+    config.data = ConfigDict(
+        {
+            "source": "fake",
+            "name": "fake",
+            "dir": "",
+            "train": "train",
+            "eval": {"test": "test"},
+            "workers": 0,
+            "num_examples": 24,
+            "image_size": tuple(config.preprocess.res),
+            "num_classes": classes,
+        }
+    )
+    # With LLF a third stage after three of four blocks would be undone at once.
+    config.model.depth = 2 * LOCAL_DEPTH if schedule == "three_stage" else LOCAL_DEPTH
+    config.model.dtype = "float32"
+    return config
+
+
+def pick(key: str, name: str, options: Mapping[str, Any]) -> Any:
+    """The option called `name`.
+
+    Raises:
+      ConfigError: if there is none.
+    """
+    if name not in options:
+        raise ConfigError(f"--config {key}: found {name!r}, expected one of {sorted(options)}")
+    return options[name]
+
+
+def fine_tuning(
+    config: ConfigDict,
+    arg: ConfigDict,
+    *,
+    data: Mapping[str, Any],
+    spec: Any,
+    rate: int,
+    res: int,
+    num_classes: int,
+) -> ConfigDict:
+    """A short fine-tuning recipe for CLS-trained weights on a small data set.
+
+    Args:
+      config: from `base`.
+      arg: parsed arguments, with `norm`.
+      data: source, name and environment variable.
+      spec: sizes of the backbone, `cropr_jax.models.VARIANTS`.
+      rate: R of the per-block schedule.
+      res: image size.
+      num_classes: 0 to count them in the data.
+    """
+    config.total_epochs = 2.0
+    config.batch_size = 64
+    config.eval_batch_size = 100
+    config.log_every = 20
+    config.checkpoint_every = 200
+    config.data.update(dict(data))
+    config.preprocess.update(
+        {"res": (res, res), **pick("norm", arg.norm, NORMALIZATIONS), "crop_ratio": 1.0}
+    )
+    config.preprocess.train.update({"crop_scale": (0.5, 1.0)})
+    config.mixup.label_smoothing = 0.1
+    config.optimizer.update({"lr": 2e-3, "warmup_epochs": 0.2, "layer_decay": 0.75})
+    config.model = ConfigDict(
+        {
+            "name": "vit",
+            "variant": arg.variant.removeprefix("vit_"),
+            "depth": spec.depth,
+            "image_size": (res, res),
+            "num_classes": num_classes,
+            "pool": "cls",
+            "drop_path": 0.0,
+            "drop_path_last_block": 0.0,
+            "dtype": "float32",
+            "reduction": reduction(arg, rate, (res // spec.patch) ** 2),
+        }
+    )
+    return run_locally(config, arg.schedule) if arg.runlocal else config

@@ -1,0 +1,52 @@
+"""Handwritten digits, on a laptop: a small ViT with Cropr and Last Layer Fusion from scratch.
+
+    python run.py --config configs/digits.py
+    python run.py --config configs/digits.py:reduction=random
+
+The 1,797 digits of scikit-learn, 8 x 8 pixels in 10 classes, every pixel a patch. Of 64 patches 49
+(77 %) are pruned before the last block. Test accuracy of at least 97 %, in about two minutes on two
+CPU cores. The recipe is the same for every `reduction`.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+PATCHES = 64
+RATE = 16
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = common.parse_arg(arg)
+    config = common.base(arg)
+    config.total_epochs = 60.0
+    config.batch_size = 128
+    config.eval_batch_size = 360
+    config.log_every = 11
+    config.eval_every = 10.0
+    config.checkpoint_every = 200
+
+    res = arg.res or 8
+    config.data.update({"name": "cropr_digits", "env": "CROPR_DATA_DIR"})
+    config.preprocess.update({"res": (res, res), **common.HALF, "crop_ratio": 1.0})
+    config.preprocess.train.update({"crop_scale": (0.7, 1.0), "flip": False})
+    config.mixup.label_smoothing = 0.1
+    config.optimizer.update({"lr": 4e-3, "warmup_epochs": 5.0})
+
+    config.model = ConfigDict(
+        {
+            "name": "vit",
+            "width": 64,
+            "depth": 5,
+            "heads": 4,
+            "patch": 1,
+            "image_size": (res, res),
+            "num_classes": 10,
+            "pool": common.pool(arg, "mean_all"),
+            "drop_path": 0.0,
+            "drop_path_last_block": 0.0,
+            "dtype": "float32",
+            "reduction": common.reduction(arg, RATE, res * res),
+        }
+    )
+    return common.run_locally(config, arg.schedule) if arg.runlocal else config
