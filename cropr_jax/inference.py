@@ -117,12 +117,15 @@ class Predictor:
     def top(self, logits: Any, k: int = 5) -> list[list[tuple[str, float]]]:
         """The k most probable classes of each image as (name, probability), best first."""
         probabilities = np.asarray(jax.nn.softmax(jnp.asarray(logits), axis=-1))
-        names = self.class_names or [str(label) for label in range(probabilities.shape[-1])]
         best = np.argsort(-probabilities, axis=-1, kind="stable")[:, :k]
         return [
-            [(names[label], float(row[label])) for label in labels]
+            [(self.name(label), float(row[label])) for label in labels]
             for row, labels in zip(probabilities, best, strict=True)
         ]
+
+    def name(self, label: int) -> str:
+        """A class's name, its number where names are unknown."""
+        return self.class_names[label] if self.class_names else str(label)
 
     def prepare(self, images: Sequence[Any]) -> np.ndarray:
         """uint8 [b, height, width, 3] of the model's size, from files, Pillow images or arrays.
@@ -139,8 +142,9 @@ class Predictor:
         for image in images:
             if isinstance(image, str | Path):
                 try:
-                    image = Image.open(image)
-                    image.load()
+                    with Image.open(image) as file:
+                        file.load()
+                        image = preprocess.decode(file)
                 except OSError as error:
                     raise ConfigError(f"image '{image}' cannot be read ({error})") from error
             made.append(np.asarray(preprocess.eval_image(preprocess.decode(image), settings)))

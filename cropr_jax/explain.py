@@ -1,0 +1,85 @@
+"""What a trained model pruned and what it saw: a picture and a prediction for any image.
+
+    python -m cropr_jax.explain --workdir runs/digits cat.jpg dog.jpg
+
+Everything shown is the pruned model's own: the classes it predicts are those it finds with the
+patches that it kept.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cropr_jax.errors import ConfigError
+from cropr_jax.inference import Predictor, load
+from cropr_jax.visualize.pruning import pruning_figure
+
+
+def explain(
+    predictor: Predictor,
+    images: Sequence[Any],
+    path: str | Path,
+    labels: Sequence[int] | None = None,
+) -> list[list[tuple[str, float]]]:
+    """Writes the pruning picture of some images.
+
+    Args:
+      predictor: of a pruned model.
+      images: files, Pillow images or uint8 arrays, of any sizes.
+      path: of the picture, `.png`, `.pdf` or `.svg`.
+      labels: of the images, if they are known; shown beside the prediction.
+
+    Returns:
+      For each image the five most probable classes as (name, probability).
+
+    Raises:
+      ConfigError: if an image cannot be read, or the method names no pruned patches (the unpruned
+        model, methods that merge).
+    """
+    pixels = predictor.prepare(images)
+    logits, out = predictor.predict(pixels)
+    if not out.get("pruned"):
+        raise ConfigError(
+            f"config.model.reduction.name: {predictor.model.reduction!r} prunes no patches, so "
+            "there is nothing to show"
+        )
+    best = predictor.top(logits)
+    titles = [f"{classes[0][0]} ({classes[0][1]:.0%})" for classes in best]
+    if labels is not None:
+        names = [predictor.name(label) for label in labels]
+        titles = [f"{name}: found {title}" for name, title in zip(names, titles, strict=True)]
+    pruning_figure(pixels, np.asarray(out["pruned_after"]), predictor.model.depth, titles, path)
+    return best
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line.
+
+    Raises:
+      ConfigError: on what the user has to mend.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m cropr_jax.explain",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--workdir", required=True, help="of a run, or one of its checkpoints")
+    parser.add_argument("--output", default="explain.png", help="the picture")
+    parser.add_argument("images", nargs="+", metavar="IMAGE")
+    args = parser.parse_args(argv)
+    best = explain(load(args.workdir), args.images, args.output)
+    for image, classes in zip(args.images, best, strict=True):
+        print(f"{image}: " + ", ".join(f"{name} {share:.1%}" for name, share in classes))
+    print(f"written: {args.output}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
