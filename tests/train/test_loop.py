@@ -1,0 +1,202 @@
+"""Whole runs of run.py in processes of their own: killed, asked to stop, resumed, refused."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny_config
+
+from cropr_jax.train import checkpoints, loop, recipe
+from cropr_jax.train.logging import drop_records_after
+from cropr_jax.train.optimizer import flatten
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "tests" / "tiny_config.py")
+
+# Runs run.py with something done to it first; the programs differ in nothing else.
+INTERRUPTED = """
+import os, runpy, signal, sys
+from cropr_jax.train import loop
+
+def kill_in_step(step):
+    seen = loop.Preemption.at
+    def at(self, now):
+        if now == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return seen(self, now)
+    loop.Preemption.at = at
+
+def kill_in_save(step):
+    save = loop.Checkpoints.save
+    def killed(self, now, *rest):
+        save(self, now, *rest)
+        if now == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+    loop.Checkpoints.save = killed
+
+def ask_to_stop(step):
+    seen = loop.Preemption.at
+    def at(self, now):
+        if now == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return seen(self, now)
+    loop.Preemption.at = at
+
+{what}
+sys.argv = {argv!r}
+runpy.run_path("run.py", run_name="__main__")
+"""
+
+
+def start(workdir, cache, *arguments, what=""):
+    """Exit status, standard output and standard error of one start of run.py on one device."""
+    argv = ["run.py", "--config", CONFIG, "--workdir", str(workdir), "--cache_dir", str(cache)]
+    program = INTERRUPTED.format(what=what, argv=[*argv, *arguments])
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Compiled programs, shared by all starts."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, cache):
+    workdir = tmp_path_factory.mktemp("whole")
+    status, out, err = start(workdir, cache)
+    assert status == 0, err
+    return workdir, out
+
+
+def state_in(workdir, step):
+    path = Path(workdir) / "checkpoints" / str(step)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        checkpoints.ocp.metadata(path).metadata,
+    )
+    return flatten(checkpoints.ocp.load(path, shapes))
+
+
+def assert_same_state(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=str(name))
+
+
+def records(workdir):
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "images_per_second"} for row in rows]
+
+
+@pytest.mark.slow
+def test_what_a_run_leaves(uninterrupted, cache):
+    workdir, out = uninterrupted
+    assert "Recipe" in out and "Result" in out
+    result = json.loads((workdir / "result.json").read_text())
+    assert set(result["metrics"]["test"]) == {"top1", "top5", "loss", "examples"}
+    assert result["metrics"]["test"]["examples"] == 21
+    assert result["tokens"] == [13] and result["versions"]["jax"] == jax.__version__
+    assert result["config"] == recipe.plain(tiny_config.get_config())
+    assert [row["step"] for row in records(workdir)] == [2, 4, 4, 6, 8, 8]
+    assert list((workdir / "tensorboard").glob("events*"))
+    # Evaluating says the same; the step need not be compiled for it.
+    status, out, err = start(workdir, cache, "--mode", "eval")
+    assert status == 0, err
+    again = json.loads((workdir / "result.json").read_text())
+    if again["step"] == result["step"]:
+        assert again["metrics"] == result["metrics"]
+
+
+@pytest.mark.slow
+def test_killed_and_stopped_and_resumed_is_the_same_run(tmp_path, uninterrupted, cache):
+    status, _, _ = start(tmp_path, cache, what="kill_in_step(6)")
+    assert status == -signal.SIGKILL
+    assert not (tmp_path / "result.json").exists()
+    status, out, err = start(tmp_path, cache, what="kill_in_save(6)")
+    assert status == -signal.SIGKILL, err
+    assert re.search("Resumes after step [34] ", out)  # 4 may not have been all on disk
+    status, out, err = start(tmp_path, cache, what="ask_to_stop(7)")
+    assert status == 0, err
+    assert "SIGTERM: saved step 7 of 8" in out
+    status, out, err = start(tmp_path, cache)
+    assert status == 0, err
+    assert "Resumes after step 7" in out
+    workdir, _ = uninterrupted
+    assert_same_state(state_in(tmp_path, 8), state_in(workdir, 8))
+    evaluations = [row for row in records(workdir) if row["split"] == "test"]
+    assert [row for row in records(tmp_path) if row["split"] == "test"] == evaluations
+    # Resuming a finished run evaluates it again and trains nothing.
+    status, out, err = start(tmp_path, cache)
+    assert status == 0 and "Compiled" not in out, err
+
+
+@pytest.mark.slow
+def test_second_start_compiles_nothing(uninterrupted, cache, tmp_path):
+    before = set(os.listdir(cache))
+    assert before
+    status, _, err = start(tmp_path, cache, "--config.total_steps=8")
+    assert status == 0, err
+    assert {name for name in os.listdir(cache) if name.endswith("-cache")} <= before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--config.optimizer.lr=0.1"], "config.optimizer.lr: 0.1, but the run in"),
+    (["--config.batch_size=7"], "config.mixup.group = 8"),
+])  # fmt: skip
+def test_mistakes_are_one_line(uninterrupted, cache, arguments, message):
+    status, _, err = start(uninterrupted[0], cache, *arguments)
+    assert status == 2
+    assert err.startswith("error: ") and message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_another_model_in_the_same_place_is_refused(uninterrupted, cache, tmp_path):
+    workdir, _ = uninterrupted
+    status, _, err = start(
+        workdir, cache, "--mode", "eval", "--config.model.width=24", "--config.model.heads=3"
+    )
+    assert status == 2 and "is of another model: 'block_0/" in err and err.count("\n") == 1
+
+
+def test_prefetch_keeps_the_order_and_ends():
+    mesh = recipe.sharding.make_mesh()
+    made = []
+
+    def batches():
+        for i in range(5):
+            made.append(i)
+            yield {"x": np.full(8, i)}
+
+    stream = loop.prefetch(batches(), mesh, ahead=2)
+    assert int(next(stream)["x"][0]) == 0 and made == [0, 1]
+    assert [int(batch["x"][0]) for batch in stream] == [1, 2, 3, 4]
+
+
+def test_records_to_be_written_again_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    drop_records_after(path, 3)
+    path.write_text('{"step": 2}\n{"step": 4}\n{"step": 3}\n{"st')
+    drop_records_after(path, 3)
+    assert path.read_text() == '{"step": 2}\n{"step": 3}\n'
+
+
+def test_loss_that_is_not_finite_ends_the_run():
+    with pytest.raises(FloatingPointError, match="nan at step 7"):
+        loop._check_finite(7, {"loss": float("nan")})
