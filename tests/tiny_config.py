@@ -60,6 +60,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
             },
             "mesh": {"data": -1, "fsdp": 1},
             "init": "",
+            "distributed": False,
             "model": {
                 "name": "vit",
                 "width": 16,

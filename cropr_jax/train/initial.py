@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from cropr_jax import models
-from cropr_jax.convert.timm import from_state_dict
+from cropr_jax.convert.timm import from_state_dict, resample_positions, square_grid
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
 from cropr_jax.train import checkpoints
@@ -88,11 +88,29 @@ def overlay(
     return taken, [f"{name} ({why})" for name, why in left.items()]
 
 
+def fit_positions(flat: dict[str, Any], model: ViT) -> list[str]:
+    """Resamples the file's position embedding to the model's grid, in place.
+
+    Returns:
+      What to tell the user, if anything was done.
+    """
+    table = flat.get("pos_embed")
+    height, width = model.grid
+    if table is None or table.shape[1] == model.prefix + height * width:
+        return []
+    source = square_grid(table, model.prefix)
+    flat["pos_embed"] = resample_positions(table, model.grid, model.prefix, source)
+    return [f"positions resampled from {source[0]} x {source[1]} to {height} x {width}"]
+
+
 def initial_params(path: str, model: ViT, key: jax.Array) -> tuple[dict[str, Any], list[str]]:
-    """Parameters for the first step and what of them stayed fresh although a file was given."""
+    """Parameters for the first step, and what to tell the user about them."""
     fresh = models.init(model, key)
     if not path:
         return fresh, []
     flat = flatten(fresh)
-    taken, left = overlay(flat, read(path, model), path)
-    return unflatten({**flat, **taken}), left
+    found = read(path, model)
+    notes = fit_positions(found, model)
+    taken, left = overlay(flat, found, path)
+    fresh_modules = [f"fresh: {', '.join(left)}"] if left else []
+    return unflatten({**flat, **taken}), notes + fresh_modules

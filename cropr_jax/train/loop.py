@@ -8,6 +8,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import os
 import platform
 import signal
 import subprocess
@@ -22,7 +23,13 @@ from jax.experimental import multihost_utils
 
 from cropr_jax import models
 from cropr_jax.data import pipeline
+from cropr_jax.data.preprocess import decode
+from cropr_jax.data.sources import open_source
 from cropr_jax.errors import ConfigError
+from cropr_jax.explain import explain
+from cropr_jax.inference import Predictor
+from cropr_jax.reducers import Pruner
+from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.train import checkpoints, initial, optimizer, recipe, sharding
 from cropr_jax.train.checkpoints import Checkpoints
 from cropr_jax.train.logging import Logger, say, table
@@ -33,6 +40,8 @@ from cropr_jax.train.step import INIT_KEY, Step, jit_evaluate, jit_train
 PACKAGES = ("cropr_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 # Steps that may be under way on the device while the host goes on.
 IN_FLIGHT = 2
+# Images in the picture that a run ends with.
+PICTURED = 6
 
 
 class Preemption:
@@ -128,8 +137,8 @@ class Run:
         if not path:
             return jax.jit(self._fresh, out_shardings=self.shardings)()
         key = self.step.key(INIT_KEY)
-        params, left = initial.initial_params(path, self.recipe.model, key)
-        say(f"Starts from {path}" + (f"; fresh: {', '.join(left)}" if left else ""))
+        params, notes = initial.initial_params(path, self.recipe.model, key)
+        say("; ".join([f"Starts from {path}", *notes]))
         return jax.jit(self._state, out_shardings=self.shardings)(params)
 
     def restore(self, path: Path) -> TrainState:
@@ -191,14 +200,40 @@ def _claim(workdir: Path, resolved: Recipe) -> None:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         _write_json(path, resolved.config)
-        _write_json(workdir / "run.json", {"versions": versions(), "revision": revision()})
+        about = {
+            "class_names": resolved.class_names,
+            "versions": versions(),
+            "revision": revision(),
+        }
+        _write_json(workdir / "run.json", about)
     except OSError as error:
         raise ConfigError(f"--workdir: cannot write to '{workdir}' ({error.strerror})") from error
 
 
+def initialize_processes() -> None:
+    """Joins the processes of a run; to be called before anything asks for devices.
+
+    On SLURM and other clusters that JAX knows nothing need be set. Elsewhere three environment
+    variables tell each process its place: JAX_COORDINATOR_ADDRESS (host:port of the first),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0).
+
+    Raises:
+      ConfigError: if the processes cannot be joined.
+    """
+    told = [os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
+    count, index = (None if value is None else int(value) for value in told)
+    try:
+        jax.distributed.initialize(num_processes=count, process_id=index)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"config.distributed: cannot join the processes ({str(error).splitlines()[0]}); set "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave it off"
+        ) from error
+
+
 def _prepare(config: Any) -> Recipe:
-    if config.get("distributed"):
-        jax.distributed.initialize()
+    if config.get("distributed") and not jax.distributed.is_initialized():
+        initialize_processes()
     resolved = recipe.resolve(config)
     initial.check_path(resolved.config.get("init") or "")
     say(recipe.card(resolved))
@@ -232,6 +267,32 @@ def _finish(
     ]
     say(table(rows, "Result"))
     return result
+
+
+def _draw(workdir: Path, run: Run, params: dict[str, Any]) -> None:
+    """Writes `pruning.png`: a few test images, and the block after which each patch was pruned.
+
+    Left out for models that prune nothing or merge, and with several processes, where none holds
+    all parameters (`python -m cropr_jax.explain` draws it from the checkpoint).
+    """
+    resolved = run.recipe
+    model = resolved.model
+    prunes = model.schedule.removed and issubclass(REDUCERS[model.reduction], Pruner)
+    if not prunes or jax.process_count() > 1:
+        return
+    name, split = next(iter(resolved.config["data"]["eval"].items()))
+    source = open_source(resolved.config["data"], split)
+    # Spread over the split, which is often sorted by class.
+    chosen = np.linspace(0, len(source) - 1, min(PICTURED, len(source))).astype(int)
+    records = [source[i] for i in dict.fromkeys(chosen.tolist())]
+    host = jax.device_get(params)
+    predictor = Predictor.from_model(
+        model, host, resolved.config["preprocess"], resolved.class_names
+    )
+    images = [decode(record["image"]) for record in records]
+    labels = [record["label"] for record in records]
+    explain(predictor, images, workdir / "pruning.png", labels)
+    say(f"Drew {len(images)} images of '{name}' to {workdir / 'pruning.png'}")
 
 
 def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
@@ -287,6 +348,7 @@ def train(config: Any, workdir: str | Path) -> dict[str, Any] | None:
         more = {"step": resolved.total_steps}
         if best is not None:
             more["best"] = {"step": best[0], **best[1]}
+        _draw(workdir, run, optimizer.evaluation_params(state))
         return _finish(workdir, resolved, metrics, **more)
 
 
@@ -308,7 +370,7 @@ def _steps(
     compiled = run.compile_train()
     say(f"Compiled the training step in {time.monotonic() - began:.1f} s")
     source: Iterator[Any] = pipeline.train_batches(
-        config, start, jax.process_index(), jax.process_count()
+        config, start, jax.process_index(), jax.process_count(), stop_step=total
     )
     batches = prefetch(source, run.recipe.mesh)
     in_flight: collections.deque[tuple[int, Any]] = collections.deque()

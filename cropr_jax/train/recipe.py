@@ -18,6 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from cropr_jax import models, tasks
+from cropr_jax.bench import flops
 from cropr_jax.data import pipeline
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
@@ -156,6 +157,7 @@ class Recipe:
       task: module of `cropr_jax.tasks`.
       mesh: devices.
       schedule: learning rate by step.
+      class_names: by label.
       trainable: names of the trained parameters.
       optimizer: of those.
       mixing: mixup, CutMix, label smoothing.
@@ -171,6 +173,7 @@ class Recipe:
     task: ModuleType
     mesh: Mesh
     schedule: schedules.WarmupCosine
+    class_names: tuple[str, ...]
     trainable: tuple[str, ...]
     optimizer: optax.GradientTransformation
     mixing: MixupConfig
@@ -285,6 +288,8 @@ def resolve(config: Any) -> Recipe:
     mixing = MixupConfig(**values["mixup"])
     _check_batches(values, mixing)
     mesh = sharding.make_mesh(**values["mesh"])
+    if not values["model"]["num_classes"]:  # those of the data
+        values["model"]["num_classes"] = len(pipeline.class_names(values))
     model = models.create(values["model"])
     examples, eval_examples = _check_data(values, model)
 
@@ -314,6 +319,7 @@ def resolve(config: Any) -> Recipe:
         task=task,
         mesh=mesh,
         schedule=schedule,
+        class_names=pipeline.class_names(values),
         trainable=trainable,
         optimizer=made,
         mixing=mixing,
@@ -331,14 +337,16 @@ def facts(recipe: Recipe) -> dict[str, Any]:
     height, width = model.grid
     params = models.abstract_params(model)
     slim = jax.eval_shape(lambda p: models.slim(model, p)[1], params)
-    found: dict[str, Any] = {
+    macs = flops.count(model.clone(slim=True))
+    return {
         "tokens": list(model.schedule.tokens(height * width, model.prefix)),
         "tpr": model.schedule.tpr(height * width),
         "params": models.count(params),
         "params_slim": models.count(slim),
         "params_trained": sum(optimizer.flatten(params)[name].size for name in recipe.trainable),
+        "macs_linear": macs.linear,
+        "macs_all": macs.all,
     }
-    return found
 
 
 def card(recipe: Recipe) -> str:
@@ -371,6 +379,11 @@ def card(recipe: Recipe) -> str:
             "parameters",
             f"{found['params']:,} in training ({found['params_trained']:,} trained), "
             f"{found['params_slim']:,} slim",
+        ),
+        (
+            "MACs per image",
+            f"{found['macs_linear'] / 1e9:.4g} G linear, {found['macs_all'] / 1e9:.4g} G with the "
+            "attention products",
         ),
         (
             "batch",
