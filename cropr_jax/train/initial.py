@@ -105,12 +105,11 @@ def fit_positions(flat: dict[str, Any], model: ViT) -> list[str]:
 
 def initial_params(path: str, model: ViT, key: jax.Array) -> tuple[dict[str, Any], list[str]]:
     """Parameters for the first step, and what to tell the user about them."""
-    fresh = models.init(model, key)
     if not path:
-        return fresh, []
-    flat = flatten(fresh)
+        return models.init(model, key), []
     found = read(path, model)
     notes = fit_positions(found, model)
-    taken, left = overlay(flat, found, path)
-    fresh_modules = [f"fresh: {', '.join(left)}"] if left else []
-    return unflatten({**flat, **taken}), notes + fresh_modules
+    taken, left = overlay(flatten(models.abstract_params(model)), found, path)
+    if left:
+        notes.append(f"fresh: {', '.join(left)}")
+    return unflatten({**flatten(models.init(model, key)), **taken}), notes
