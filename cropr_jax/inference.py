@@ -78,15 +78,14 @@ class Predictor:
             files. Without it only normalised float images are taken.
           class_names: by label.
         """
+        params = jax.tree.map(jnp.asarray, dict(params))
         return cls(*models.slim(model, params), preprocess, class_names)
 
     def __call__(self, images: Any, *, preprocess: bool = False) -> jax.Array:
         """Float32 logits [b, c]; arguments as for `predict`."""
         return self._run(images, preprocess, ())[0]
 
-    def predict(
-        self, images: Any, *, preprocess: bool = False
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def predict(self, images: Any, *, preprocess: bool = False) -> tuple[jax.Array, dict[str, Any]]:
         """Logits, and which patches were kept and pruned.
 
         Args:
@@ -119,7 +118,7 @@ class Predictor:
         probabilities = np.asarray(jax.nn.softmax(jnp.asarray(logits), axis=-1))
         best = np.argsort(-probabilities, axis=-1, kind="stable")[:, :k]
         return [
-            [(self.name(label), float(row[label])) for label in labels]
+            [(self.name(int(label)), float(row[label])) for label in labels]
             for row, labels in zip(probabilities, best, strict=True)
         ]
 
@@ -185,7 +184,8 @@ class Predictor:
             return 0.0, 0.0
         normalize = None
         if dtype == np.uint8:
-            normalize = tuple(np.float32(self._settings()[name]) for name in ("mean", "std"))
+            settings = self._settings()
+            normalize = np.float32(settings["mean"]), np.float32(settings["std"])
         function = jax.jit(functools.partial(forward, self.model, normalize, outputs))
         start = time.perf_counter()
         lowered = function.lower(self.params, jax.ShapeDtypeStruct(shape, dtype))
@@ -196,7 +196,7 @@ class Predictor:
 
 def forward(
     model: ViT,
-    normalize: tuple[np.ndarray, np.ndarray] | None,
+    normalize: tuple[Any, Any] | None,
     outputs: tuple[str, ...],
     params: Mapping[str, Any],
     images: jax.Array,
@@ -227,11 +227,16 @@ def cast_params(model: ViT, params: Mapping[str, Any]) -> dict[str, Any]:
     cast in every call. Logits do not change.
     """
 
-    def cast(path: tuple[str, ...], leaf: Any) -> Any:
-        kept = path[0].startswith("reducer_") or any("norm" in part for part in path)
-        return leaf if kept else jnp.asarray(leaf, model.dtype)
-
-    return traverse_util.path_aware_map(cast, dict(params))
+    flat = traverse_util.flatten_dict(dict(params), sep="/")
+    return traverse_util.unflatten_dict(
+        {
+            name: leaf
+            if name.startswith("reducer_") or "norm" in name
+            else jnp.asarray(leaf, model.dtype)
+            for name, leaf in flat.items()
+        },
+        sep="/",
+    )
 
 
 def slim_leaves(model: ViT) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def make(**fields):
     model = models.create(CONFIG | fields)
     random = np.random.default_rng(0)
     return model, jax.tree.map(
-        lambda leaf: np.float32(0.2) * random.standard_normal(leaf.shape, np.float32),
+        lambda leaf: jnp.asarray(0.2 * random.standard_normal(leaf.shape, np.float32)),
         models.abstract_params(model),
     )
 

@@ -94,19 +94,22 @@ def run_input(configs: Sequence[str]) -> None:
 def run_group(config: str, settings: throughput.Settings, file: report.Report) -> None:
     """Times one group, unless the file holds it, and prints its table."""
     identity = {name: getattr(settings, name) for name in report.IDENTITY[2:]}
-    rows = [file.find(config=config, reduction=name, **identity) for name in settings.reductions]
+    found = [file.find(config=config, reduction=name, **identity) for name in settings.reductions]
+    rows = [
+        row
+        for row in found
+        if row
+        and row["rounds"] >= settings.rounds
+        and settings.batch_size in (0, row["batch_size"])
+    ]
     say(f"{config}, {settings.precision}, attention {settings.attention}, {settings.stage}")
-
-    def done(row: report.Row | None) -> bool:
-        same_batch = row and settings.batch_size in (0, row["batch_size"])
-        return bool(same_batch) and row["rounds"] >= settings.rounds
 
     def save(rows: Sequence[report.Row]) -> None:
         if "floor" in file.content and settings.stage == "infer":
             rows = [row | {"floor_share": floor.share(row, file.content["floor"])} for row in rows]
         file.add(rows)
 
-    if all(map(done, rows)):
+    if len(rows) == len(found):
         say(f"already in {file.path}")
     else:
         rows = throughput.measure(config, settings, say, save)

@@ -33,19 +33,20 @@ class Weights:
         Args:
           shapes: nested `jax.ShapeDtypeStruct`s.
         """
-        return traverse_util.path_aware_map(self._leaf, dict(shapes))
+        flat = traverse_util.flatten_dict(dict(shapes), sep="/")
+        filled = {name: self._leaf(name, leaf.shape) for name, leaf in flat.items()}
+        return traverse_util.unflatten_dict(filled, sep="/")
 
-    def _leaf(self, path: tuple[str, ...], leaf: Any) -> jax.Array:
-        key = (path, leaf.shape)
-        if key not in self._leaves:
-            if path[-1] in ("scale", "gamma"):
-                made = np.ones(leaf.shape, np.float32)
-            elif path[-1] == "bias":
-                made = np.zeros(leaf.shape, np.float32)
+    def _leaf(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+        if (name, shape) not in self._leaves:
+            if name.endswith(("/scale", "/gamma")):
+                made = np.ones(shape, np.float32)
+            elif name.endswith("/bias"):
+                made = np.zeros(shape, np.float32)
             else:
-                made = 0.02 * self._random.standard_normal(leaf.shape, np.float32)
-            self._leaves[key] = jnp.asarray(made)
-        return self._leaves[key]
+                made = 0.02 * self._random.standard_normal(shape, np.float32)
+            self._leaves[name, shape] = jnp.asarray(made)
+        return self._leaves[name, shape]
 
 
 class Program:
@@ -149,7 +150,7 @@ class Training:
 
         def loss(params, images, keys, targets):
             logits, out = self.model.apply({"params": params}, images, train=True, keys=keys)
-            return classification.losses(logits, out["auxiliary"], targets)[0]
+            return classification.losses(logits, tuple(out["auxiliary"]), targets)[0]
 
         def step(state, images, keys, targets):
             params, moments = state

@@ -25,13 +25,13 @@ COLUMNS = {
     "latency ms": lambda row: (
         "" if row["latency_seconds"] is None else f"{1000 * row['latency_seconds']:.4g}"
     ),
-    "GMAC linear": lambda row: f"{row['macs_linear'] / 1e9:.2f}",
-    "GMAC all": lambda row: f"{row['macs_all'] / 1e9:.2f}",
+    "GMAC linear": lambda row: f"{row['macs_linear'] / 1e9:.4g}",
+    "GMAC all": lambda row: f"{row['macs_all'] / 1e9:.4g}",
     "M params slim": lambda row: f"{row['params_slim'] / 1e6:.1f}",
     "full": lambda row: f"{row['params_full'] / 1e6:.1f}",
     "tokens": lambda row: f"{row['tokens'][-1] if row['tokens'] else 'all'}",
     "trace s": lambda row: f"{row['trace_seconds']:.1f}",
-    "compile s": lambda row: f"{row['compile_seconds']:.1f}",
+    "trace + compile s": lambda row: f"{row['compile_seconds']:.1f}",
     "peak MiB": lambda row: f"{row['peak_bytes'] / 2**20:.0f}",
 }
 

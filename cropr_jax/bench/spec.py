@@ -1,6 +1,6 @@
 """What to time: a config file, or a variant's name with `key=value` pairs."""
 
-import importlib.util
+import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,14 +47,11 @@ def load_file(config: str) -> dict[str, Any]:
     path, _, arg = config.partition(":")
     if not Path(path).is_file():
         raise ConfigError(f"--config: '{path}' does not exist")
-    spec = importlib.util.spec_from_file_location("benchmarked_config", path)
-    module = importlib.util.module_from_spec(spec)
     # Config files import their neighbours as `configs.NAME`.
     root = str(Path(path).resolve().parent.parent)
     if root not in sys.path:
         sys.path.append(root)
-    spec.loader.exec_module(module)
-    return module.get_config(arg or None).to_dict()
+    return runpy.run_path(path)["get_config"](arg or None).to_dict()
 
 
 def parse_variant(config: str) -> dict[str, Any]:

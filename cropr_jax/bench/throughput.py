@@ -135,7 +135,9 @@ def create(config: str, reduction: str, settings: Settings) -> ViT:
     )
 
 
-def prepare(model: ViT, settings: Settings, weights: Weights, say: Callable[[str], None]):
+def prepare(
+    model: ViT, settings: Settings, weights: Weights, say: Callable[[str], None]
+) -> Contestant:
     """Compiles a method's programs."""
     train = settings.stage == "train"
     maker = Training(model, weights) if train else Inference(model, weights, settings.form)
@@ -194,7 +196,7 @@ def rotate(names: Sequence[str], by: int) -> list[str]:
     return [*names[by:], *names[:by]]
 
 
-def spread(values: Sequence[float]) -> float:
+def spread(values: np.ndarray) -> float:
     """Interquartile range."""
     low, high = np.quantile(values, (0.25, 0.75))
     return float(high - low)

@@ -14,6 +14,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
 from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgb
 from matplotlib.figure import Figure, SubFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
 # Pairs of image and map in one row, and the height of one in inches.
@@ -114,11 +115,13 @@ def pruning_figure(
     side = INCHES * images.shape[2] / images.shape[1]
     row_height = INCHES + 0.1 + 0.14 * (1 + max(title.count("\n") for title in titles))
     figure = Figure(
-        figsize=(columns * (2 + GAP) * side, rows * row_height + BAR), layout="constrained", dpi=150
+        figsize=(columns * (2 + GAP) * side, rows * row_height + BAR),
+        layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03, wspace=0, hspace=0),
+        dpi=150,
     )
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.03, h_pad=0.03, wspace=0, hspace=0)
-    picture, legend = figure.subfigures(2, 1, height_ratios=[rows * row_height, BAR])
+    parts = figure.subfigures(2, 1, height_ratios=[rows * row_height, BAR], squeeze=False)
+    picture, legend = parts[:, 0]
     axes = picture.subplots(rows, 3 * columns, squeeze=False, width_ratios=[1, 1, GAP] * columns)
     for axis in axes.flat:
         axis.axis("off")
