@@ -43,7 +43,7 @@ def losses(
     total = main + sum(parts)
     metrics = {"main_loss": main}
     if parts:
-        metrics["auxiliary_loss"] = sum(parts) / len(parts)
+        metrics["auxiliary_loss"] = jnp.stack(parts).mean()
     return total, metrics
 
 

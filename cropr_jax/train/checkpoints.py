@@ -44,7 +44,7 @@ def _stored(path: Path) -> dict[str, Any]:
       CheckpointError: if `path` is no checkpoint.
     """
     try:
-        return ocp.metadata(path).metadata
+        return ocp.metadata(str(path)).metadata
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"'{path}' is not a readable checkpoint ({_first_line(error)}): give a step directory "
@@ -111,7 +111,8 @@ def restore(path: Path, wanted: TrainState) -> TrainState:
     # Parameters first: their names say more to the reader than those of the moments.
     check_tree({"params": tree["params"]}, {"params": stored.get("params", {})}, path)
     check_tree(tree, stored, path)
-    return serialization.from_state_dict(wanted, ocp.load(path, tree))
+    restored: Any = serialization.from_state_dict(wanted, ocp.load(str(path), tree))
+    return restored
 
 
 def stored_params(path: str | Path) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def restore_params(
             for parent in parents:
                 node = node[parent]
             node[last] = leaf
-    loaded = ocp.load(path, request)
+    loaded = ocp.load(str(path), request)
     params = flatten(loaded["params"])
     found = {n: loaded["ema"][n] if n in smoothed else params[n] for n in leaves}
     return unflatten(found)
@@ -183,7 +184,7 @@ def find(
     """
     root = Path(workdir).absolute() / DIRECTORY
     if root.is_dir():
-        with ocp.training.Checkpointer(root) as reader:
+        with ocp.training.Checkpointer(str(root)) as reader:
             steps = list(reader.checkpoints)
         if steps:
             best = _best(steps, metric) if which == "best" else None
@@ -207,25 +208,23 @@ class Checkpoints:
           workdir: of the run.
           metric: name of the metric by which the best step is kept, higher is better.
         """
-        policies = ocp.training.preservation_policies
+        keep, decide = ocp.training.preservation_policies, ocp.training.save_decision_policies
+        best = keep.BestN(
+            n=1,
+            get_metric_fn=lambda metrics: metrics[metric],
+            keep_checkpoints_without_metrics=False,
+        )
+        # Typed loosely: Orbax's policies do not declare that they are the protocol they are.
+        policies: dict[str, Any] = {
+            "save_decision_policy": decide.FixedIntervalPolicy(1),
+            "preservation_policy": keep.AnyPreservationPolicy([keep.LatestN(1), best]),
+        }
         self.root = Path(workdir).absolute() / DIRECTORY
         self.metric = metric
         self._pending = None
         try:
             self._steps = ocp.training.Checkpointer(
-                self.root,
-                save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-                preservation_policy=policies.AnyPreservationPolicy(
-                    [
-                        policies.LatestN(1),
-                        policies.BestN(
-                            n=1,
-                            get_metric_fn=lambda metrics: metrics[metric],
-                            keep_checkpoints_without_metrics=False,
-                        ),
-                    ]
-                ),
-                cleanup_tmp_directories=True,
+                str(self.root), cleanup_tmp_directories=True, **policies
             )
         except OSError as error:
             raise CheckpointError(

@@ -345,7 +345,7 @@ def train(config: Any, workdir: str | Path) -> dict[str, Any] | None:
             metrics = run.evaluate(optimizer.evaluation_params(state))
         saved.wait()
         best = saved.best
-        more = {"step": resolved.total_steps}
+        more: dict[str, Any] = {"step": resolved.total_steps}
         if best is not None:
             more["best"] = {"step": best[0], **best[1]}
         _draw(workdir, run, optimizer.evaluation_params(state))

@@ -200,5 +200,5 @@ def mix(
     """Draws and mixes a global batch; without mixup and CutMix only the labels are smoothed."""
     if not config.active:
         return images, smooth_targets(labels, classes, config.label_smoothing)
-    drawn = draw(config, key, config.groups(images.shape[0]), images.shape[1:3])
+    drawn = draw(config, key, config.groups(images.shape[0]), (images.shape[1], images.shape[2]))
     return apply(drawn, images, labels, classes, config.label_smoothing)

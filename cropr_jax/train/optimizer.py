@@ -145,7 +145,7 @@ def scale_by_tree(factors: Mapping[str, float]) -> optax.GradientTransformation:
 def adamw(
     names: Sequence[str],
     depth: int,
-    schedule: Callable[[jax.Array], jax.Array],
+    schedule: Callable[[Any], jax.Array],
     *,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -209,7 +209,7 @@ def create_state(
 
 def update_ema(ema: Flat | None, params: Flat, decay: float | None) -> Flat | None:
     """Exponential moving average `decay * ema + (1 - decay) * params`."""
-    if ema is None:
+    if ema is None or decay is None:
         return None
     return jax.tree.map(lambda old, new: old * decay + new * (1.0 - decay), ema, params)
 

@@ -123,16 +123,16 @@ class Step:
         chosen, frozen = optimizer.split(state.params, self.trainable)
         grads, metrics = self.gradients(chosen, frozen, mixed, state.step)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, chosen)
-        chosen = optax.apply_updates(chosen, updates)
+        moved: Any = optax.apply_updates(chosen, updates)
         metrics |= {
             "learning_rate": self.schedule(state.step),
             "gradient_norm": optax.tree.norm(grads),
         }
         after = TrainState(
             step=state.step + 1,
-            params=optimizer.merge(chosen, frozen),
+            params=optimizer.merge(moved, frozen),
             opt_state=opt_state,
-            ema=optimizer.update_ema(state.ema, chosen, self.ema),
+            ema=optimizer.update_ema(state.ema, moved, self.ema),
         )
         return after, metrics
 
