@@ -1,8 +1,11 @@
 """Token Cropr in JAX/Flax: faster Vision Transformers by task-relevant token pruning."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cropr_jax.version import __version__
+
+if TYPE_CHECKING:
+    from cropr_jax.inference import load
 
 __all__ = ["__version__", "load"]
 

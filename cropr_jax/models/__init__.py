@@ -95,7 +95,7 @@ def create(config: Mapping[str, Any]) -> ViT:
     pool = choose("model.pool", fields.pop("pool", "mean_all"), POOLS)
     prefix = fields.get("prefix", 1)
 
-    reduction = {"name": "none"} | dict(fields.pop("reduction", {}))
+    reduction: dict[str, Any] = {"name": "none"} | dict(fields.pop("reduction", {}))
     name = choose("model.reduction.name", reduction["name"], ("none", *sorted(REDUCERS)))
     fusion = choose("model.reduction.fusion", reduction.get("fusion", "llf"), fusions.FUSIONS)
     schedule = Schedule(fields["depth"])
