@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 FIXTURES = Path(
     os.environ.get("CROPR_FIXTURES", REPOSITORY.parent / "shared" / "fixtures")
 ).resolve()
+DATA = Path(os.environ.get("CROPR_DATA", REPOSITORY.parent / "shared" / "data")).resolve()
 
 
 def fixture_names(prefix: str) -> list[str]:
@@ -34,31 +35,49 @@ def load_fixture(name: str) -> tuple[dict[str, np.ndarray], dict]:
         return dict(arrays), meta
 
 
+def missing() -> dict[str, tuple[str, Path, str]]:
+    """By marker, what its tests would read and is not there: its name, folder and variable."""
+    found = {}
+    if not fixture_names(""):
+        found["parity"] = ("reference numbers", FIXTURES, "CROPR_FIXTURES")
+    if not DATA.is_dir():
+        found["real_data"] = ("data sets", DATA, "CROPR_DATA")
+    return found
+
+
 def pytest_sessionstart(session):
-    """In CI the reference numbers must be there."""
-    if os.environ.get("CI") == "true" and not fixture_names(""):
-        raise pytest.UsageError(f"CI=true but no reference numbers in {FIXTURES}")
+    """In CI everything that tests read must be there."""
+    if os.environ.get("CI") == "true":
+        for what, folder, _ in missing().values():
+            raise pytest.UsageError(f"CI=true but no {what} in {folder}")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without reference numbers the parity tests are left out, and counted in one loud line."""
-    if fixture_names(""):
-        return
-    parity = [item for item in items if item.get_closest_marker("parity")]
-    config.stash[LEFT_OUT] = len(parity)
-    config.hook.pytest_deselected(items=parity)
-    items[:] = [item for item in items if item not in set(parity)]
+    """Tests without what they read are left out, and counted in one loud line for each kind."""
+    lines = config.stash[LEFT_OUT] = []
+    for marker, (what, folder, variable) in missing().items():
+        without = [item for item in items if item.get_closest_marker(marker)]
+        if without:
+            lines.append(f"{len(without)} {marker} tests; no {what} in {folder} (set {variable})")
+            config.hook.pytest_deselected(items=without)
+            items[:] = [item for item in items if item not in set(without)]
 
 
-LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT = pytest.StashKey[list[str]]()
+
+
+def pytest_sessionfinish(session):
+    """With pytest-xdist the workers collect, and the controller reports what they left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Every worker collects all tests, so that any of them tells the whole."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", [])
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    count = config.stash.get(LEFT_OUT, 0)
-    if count:
-        terminalreporter.write_line(
-            f"LEFT OUT: {count} parity tests; no reference numbers in {FIXTURES} "
-            "(set CROPR_FIXTURES)",
-            red=True,
-            bold=True,
-        )
+    for line in config.stash.get(LEFT_OUT, []):
+        terminalreporter.write_line(f"LEFT OUT: {line}", red=True, bold=True)
