@@ -20,7 +20,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from cropr_jax import rng
-from cropr_jax.layers import LayerNorm, Mlp, normal_init
+from cropr_jax.layers import Dtype, LayerNorm, Mlp, normal_init
 from cropr_jax.reducers.base import Context, Pruner
 from cropr_jax.tokens import Tokens
 
@@ -81,7 +81,7 @@ class Scorer(nn.Module):
     projections: bool = False
     pre_norm: bool = False
     slim: bool = False
-    dtype: jnp.dtype = jnp.float32
+    dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(
@@ -117,7 +117,7 @@ class Scorer(nn.Module):
         Without projections this is the sum of the queries. With them, the key projection moves to
         the other side of the product: (W_q Q) (W_k x)^T = (W_k^T W_q Q) x^T.
         """
-        queries = params["queries"]
+        queries = jnp.asarray(params["queries"])
         if "query" in params:
             queries = queries @ params["query"]["kernel"]
         query = aggregate_queries(queries)
@@ -139,7 +139,7 @@ class Aggregator(nn.Module):
     heads: int = 1
     projections: bool = False
     mlp: bool = True
-    dtype: jnp.dtype = jnp.float32
+    dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(
@@ -167,7 +167,7 @@ class AuxiliaryHead(nn.Module):
     """
 
     num_outputs: int
-    dtype: jnp.dtype = jnp.float32
+    dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n c"]:

@@ -8,6 +8,8 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests compile much and compute little: half of the time would go into optimizing.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -33,6 +35,17 @@ def load_fixture(name: str) -> tuple[dict[str, np.ndarray], dict]:
         return {}, meta
     with np.load(path) as arrays:
         return dict(arrays), meta
+
+
+def random_params(model, seed: int = 0):
+    """Parameters of a model with random values everywhere, without compiling an initializer."""
+    from cropr_jax import models
+
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: jax.numpy.asarray(rng.normal(scale=0.2, size=leaf.shape), leaf.dtype),
+        models.abstract_params(model),
+    )
 
 
 def missing() -> dict[str, tuple[str, Path, str]]:

@@ -4,10 +4,12 @@ MAE, timm and benbergner/cropr share the names of the backbone. Letters: d width
 width.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax import traverse_util
 
@@ -148,3 +150,42 @@ def params_from_state_dict(state_dict: Arrays, model: Any) -> dict[str, Any]:
     params = from_state_dict(state_dict, model.heads)
     check_match(params, models.abstract_params(model))
     return params
+
+
+def resample_positions(
+    table: np.ndarray, grid: tuple[int, int], prefix: int, source_grid: tuple[int, int]
+) -> np.ndarray:
+    """A position embedding for another grid, by timm's rule: antialiased bicubic.
+
+    Args:
+      table: [1, p + m, d] over `source_grid`; the prefix entries are kept as they are.
+      grid: (h, w) wanted.
+      prefix: p.
+      source_grid: (h, w) of the table.
+
+    Returns:
+      [1, p + h*w, d], float32.
+
+    Source: timm `layers/pos_embed.py:resample_abs_pos_embed`, whose kernel (a = -0.5, antialiased)
+    is JAX's 'bicubic'.
+    """
+    width = table.shape[-1]
+    patches = table[0, prefix:].reshape(*source_grid, width).astype(np.float32)
+    resized = jax.image.resize(patches, (*grid, width), "bicubic", antialias=True)
+    return np.concatenate([table[:, :prefix], np.asarray(resized).reshape(1, -1, width)], axis=1)
+
+
+def square_grid(table: np.ndarray, prefix: int) -> tuple[int, int]:
+    """The (h, w) of a table that was trained on square images.
+
+    Raises:
+      ConfigError: if its patch entries fill no square.
+    """
+    patches = table.shape[1] - prefix
+    side = math.isqrt(max(patches, 0))
+    if side * side != patches or not patches:
+        raise ConfigError(
+            f"weights: pos_embed has {table.shape[1]} entries; without {prefix} for the prefix "
+            "they fill no square grid"
+        )
+    return side, side

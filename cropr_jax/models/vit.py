@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Key
 from cropr_jax import fusion, rng, routing
 from cropr_jax.layers import (
     Attention,
+    Dtype,
     LayerNorm,
     LayerScale,
     Mlp,
@@ -57,7 +58,7 @@ class PatchEmbed(nn.Module):
 
     width: int
     patch: tuple[int, int]
-    dtype: jnp.dtype = jnp.float32
+    dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(self, pixels: Float[Array, "b m f"]) -> Float[Array, "b m d"]:
@@ -90,7 +91,7 @@ class Block(nn.Module):
     needs: frozenset[str] = frozenset()
     prefix: int = 0
     attention: str = "auto"
-    dtype: jnp.dtype = jnp.float32
+    dtype: Dtype = jnp.float32
 
     def setup(self):
         self.norm1 = LayerNorm(dtype=self.dtype)
@@ -194,7 +195,7 @@ class ViT(nn.Module):
     remat: bool = False
     attention: str = "auto"
     slim: bool = False
-    dtype: jnp.dtype = jnp.float32
+    dtype: Dtype = jnp.float32
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -16,9 +16,12 @@ class AttnTopK(Pruner):
     Attributes:
       source: 'cls_row' for the CLS token's attention averaged over heads; 'col_mean' for the mean
         attention that a patch receives from all patches (segmentation, detection).
+      inverse: keep the least attended patches instead, a control that shows what the ranking is
+        worth.
     """
 
     source: str = "cls_row"
+    inverse: bool = False
 
     @property
     def needs(self) -> frozenset[str]:
@@ -27,6 +30,6 @@ class AttnTopK(Pruner):
         return frozenset({self.source})
 
     def score(self, tokens: Tokens, context: Context, train: bool):
-        if self.source == "cls_row":
-            return context.cls_row.mean(1)[:, tokens.prefix :], {}
-        return context.col_mean[:, tokens.prefix :], {}
+        received = context.cls_row.mean(1) if self.source == "cls_row" else context.col_mean
+        scores = received[:, tokens.prefix :]
+        return -scores if self.inverse else scores, {}

@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from cropr_jax import routing
+from cropr_jax.layers import Dtype
 from cropr_jax.tokens import Tokens
 
 
@@ -67,7 +68,7 @@ class Reducer(nn.Module):
     num_outputs: int = 0
     num_queries: int = 1
     slim: bool = False
-    dtype: jnp.dtype = jnp.float32
+    dtype: Dtype = jnp.float32
 
     hook: ClassVar[str] = "after"
     keeps_positions: ClassVar[bool] = True

@@ -1,0 +1,201 @@
+"""The Cropr module against a NumPy reference written from the paper; its ablations; gradients."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cropr_jax import models, rng
+from cropr_jax.cropr import Cropr, aggregate_queries, queries_init, score_tokens
+from cropr_jax.reducers import Context
+from cropr_jax.tokens import from_features
+
+WIDTH, PATCHES, CLASSES = 16, 12, 5
+erf = np.vectorize(math.erf)
+
+
+def layer_norm(x, params, epsilon):
+    mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    return (x - mean) / np.sqrt(var + epsilon) * params["scale"] + params["bias"]
+
+
+def dense(x, params):
+    return x @ params["kernel"] + params.get("bias", 0)
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def reference(x, params, prefix, keep, heads=1, mlp=True):
+    """Scores, kept positions and auxiliary logits of one image [t, d], in float64."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    scorer, head = params["scorer"], params["auxiliary_head"]
+    aggregator = params.get("aggregator")  # holds nothing with one head and no MLP
+    normed = layer_norm(x, scorer["norm"], 1e-6) if "norm" in scorer else x
+    queries, keys, values = scorer["queries"], normed, normed
+    if "key" in scorer:
+        queries = dense(queries, scorer["query"])
+        keys, values = dense(normed, scorer["key"]), dense(normed, aggregator["value"])
+    scores = (queries @ keys.T).sum(0)[prefix:]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    size = x.shape[-1] // heads
+    parts = []
+    for h in range(heads):
+        part = slice(h * size, (h + 1) * size)
+        weights = softmax(queries[:, part] @ keys[:, part].T / np.sqrt(size))
+        parts.append(weights @ values[:, part])
+    z = np.concatenate(parts, axis=-1)
+    if heads > 1:
+        z = dense(z, aggregator["out"])
+    if mlp:
+        hidden = dense(layer_norm(z, aggregator["norm"], 1e-6), aggregator["mlp"]["fc1"])
+        gelu = hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))
+        z = z + dense(gelu, aggregator["mlp"]["fc2"])
+    logits = dense(layer_norm(z, head["norm"], 1e-5), head["linear"])
+    return scores, order[:keep], logits
+
+
+def scrambled(params, key):
+    """Random values everywhere, so that no bias or scale is invisible."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    return tree.unflatten(
+        [0.3 * jax.random.normal(k, leaf.shape) + 0.1 for k, leaf in zip(keys, leaves, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_queries": 6},
+        {"mlp": False},
+        {"heads": 4, "projections": True, "pre_norm": True, "num_queries": 3},
+    ],
+    ids=["paper", "queries", "no_mlp", "mha"],
+)
+def test_matches_the_reference(fields, prefix):
+    module = Cropr(num_outputs=CLASSES, **fields)
+    x = jax.random.normal(jax.random.key(0), (2, prefix + PATCHES, WIDTH))
+    tokens = from_features(x, (3, 4), prefix)
+    shapes = module.init(jax.random.key(1), tokens, Context(), keep=7, train=True)["params"]
+    params = scrambled(shapes, jax.random.key(2))
+    kept, _, out = module.apply({"params": params}, tokens, Context(), keep=7, train=True)
+    slim, _, slim_out = module.clone(slim=True).apply(
+        {"params": Cropr.slim_params(params)}, tokens, Context(), keep=7, train=False
+    )
+    for row in range(2):
+        scores, order, logits = reference(
+            np.asarray(x[row], np.float64),
+            params,
+            prefix,
+            7,
+            fields.get("heads", 1),
+            fields.get("mlp", True),
+        )
+        np.testing.assert_allclose(out["scores"][row], scores, atol=2e-5)
+        np.testing.assert_allclose(slim_out["scores"][row], scores, atol=2e-5)
+        np.testing.assert_array_equal(kept.index[row], order)
+        np.testing.assert_array_equal(slim.index[row], order)
+        np.testing.assert_allclose(out["auxiliary"][row], logits, atol=2e-5)
+
+
+def test_slim_keeps_one_vector_per_site():
+    module = Cropr(num_outputs=CLASSES, num_queries=64)
+    tokens = from_features(jnp.ones((1, 1 + PATCHES, WIDTH)), (3, 4), 1)
+    params = module.init(jax.random.key(1), tokens, Context(), keep=7, train=True)["params"]
+    slim = Cropr.slim_params(params)
+    assert jax.tree.map(jnp.shape, slim) == {"scorer": {"query": (WIDTH,)}}
+
+
+def test_scores_are_float32_in_bfloat16_models():
+    x = (jax.random.normal(jax.random.key(0), (1, 256, 64)) * 0.01 + 1).astype(jnp.bfloat16)
+    scores = score_tokens(jnp.ones(64), x)
+    assert scores.dtype == jnp.float32
+    assert len(np.unique(scores)) > 2 * len(np.unique(scores.astype(jnp.bfloat16)))
+
+
+def test_queries_start_as_a_cut_normal():
+    queries = queries_init(jax.random.key(0), (64, 1024))
+    assert abs(float(queries.std()) * 32 - 0.8796) < 0.01
+    assert float(jnp.abs(queries).max()) <= 2 / 32
+    np.testing.assert_allclose(aggregate_queries(queries), queries.sum(0), atol=1e-6)
+
+
+def test_sampling_draws_from_the_attention_distribution():
+    """With one token to keep, Gumbel Top-K keeps token i with the probability of the softmax."""
+    count, width = 6000, 4
+    module = Cropr(num_outputs=2, selector="sample")
+    x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (1, 5, width)) * 2, (count, 5, width))
+    tokens = from_features(x, (1, 5), 0)
+    keys = rng.example_keys(jax.random.key(1), 0, jnp.arange(count))
+    context = Context(keys=keys)
+    params = module.init(jax.random.key(2), tokens, context, keep=1, train=True)["params"]
+    params["scorer"]["queries"] = jnp.ones((1, width))
+    kept, _, out = module.apply({"params": params}, tokens, context, keep=1, train=True)
+    expected = jax.nn.softmax(out["scores"][0] * width**-0.5)
+    found = np.bincount(np.asarray(kept.index).ravel(), minlength=5) / count
+    np.testing.assert_allclose(found, expected, atol=5 * 0.5 / np.sqrt(count))
+
+    still, _, _ = module.apply({"params": params}, tokens, context, keep=1, train=False)
+    assert (still.index == jnp.argmax(out["scores"][0])).all()
+    drawing = module.clone(sample_in_eval=True)
+    drawn, _, _ = drawing.apply({"params": params}, tokens, context, keep=1, train=False)
+    np.testing.assert_array_equal(drawn.index, kept.index)
+    with pytest.raises(ValueError, match="draws at random"):
+        module.apply({"params": params}, tokens, Context(), keep=1, train=True)
+    with pytest.raises(ValueError, match="found 'best', expected 'topk' or 'sample'"):
+        module.clone(selector="best").apply({"params": params}, tokens, context, keep=1, train=True)
+
+
+def small_model(**options):
+    return models.create(
+        {
+            "width": 16,
+            "depth": 4,
+            "heads": 2,
+            "patch": 4,
+            "image_size": 16,
+            "num_classes": CLASSES,
+            "reduction": {"name": "cropr", "rate": 3, "fusion": "llf", "options": options},
+        }
+    )
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_auxiliary_losses_do_not_reach_the_backbone(stop):
+    model = small_model(stop_gradient=stop)
+    params = models.init(model, jax.random.key(0))
+    images = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
+
+    def auxiliary(params):
+        _, out = model.apply({"params": params}, images, train=True)
+        return jnp.stack([(logits**2).sum() for logits in out["auxiliary"]])
+
+    every = jax.jit(jax.jacrev(auxiliary))(params)
+    for name, gradient in every.items():
+        largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient))
+        if name.startswith("reducer_"):
+            assert largest > 0, name
+        elif stop:
+            assert largest == 0, name
+    if not stop:
+        assert float(jnp.abs(every["patch_embed"]["kernel"]).max()) > 0
+
+
+def test_main_loss_does_not_reach_the_router():
+    model = small_model()
+    params = models.init(model, jax.random.key(0))
+    images = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
+
+    def main(params):
+        return (model.apply({"params": params}, images, train=True)[0] ** 2).sum()
+
+    for name, gradient in jax.jit(jax.grad(main))(params).items():
+        largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient))
+        assert (largest == 0) == name.startswith("reducer_"), name
