@@ -216,7 +216,7 @@ class Cropr(Pruner):
         )
         scores, attention, x = scorer(x, attend=train)
         out = {"scores": scores[:, tokens.prefix :]}
-        if train:
+        if attention is not None:
             aggregator = Aggregator(
                 self.heads, self.projections, self.mlp, self.dtype, name="aggregator"
             )
