@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -150,7 +151,9 @@ class Training:
 
         def loss(params, images, keys, targets):
             logits, out = self.model.apply({"params": params}, images, train=True, keys=keys)
-            return classification.losses(logits, tuple(out["auxiliary"]), targets)[0]
+            criterion = functools.partial(classification.criterion, targets=targets)
+            extra = self.model.reducer_losses(out, criterion)
+            return classification.losses(logits, extra, targets)[0]
 
         def step(state, images, keys, targets):
             params, moments = state

@@ -4,7 +4,7 @@ Letters: b batch, p prefix tokens, m = h*w patch tokens, t tokens, d width, c cl
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -224,6 +224,20 @@ class ViT(nn.Module):
             **dict(self.reducer),
             **kwargs,
         )
+
+    @nn.nowrap
+    def reducer_losses(
+        self, out: Mapping[str, Any], criterion: Callable[[jax.Array], jax.Array]
+    ) -> dict[str, jax.Array]:
+        """Losses of the sites by name, from what the model returned in training.
+
+        Args:
+          out: second output of the model.
+          criterion: the task's loss as a function of auxiliary logits [b, n, c].
+        """
+        if self.reduction == "none":
+            return {}
+        return REDUCERS[self.reduction].losses(out["sites"], criterion)
 
     @nn.nowrap
     def drop_rates(self) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 Letters: b batch, p prefix tokens, m patch tokens, k kept, h heads.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -90,7 +90,7 @@ class Reducer(nn.Module):
 
     @staticmethod
     def losses(
-        outs: list[Mapping[str, Any]], criterion: Callable[[jax.Array], jax.Array]
+        outs: Sequence[Mapping[str, Any]], criterion: Callable[[jax.Array], jax.Array]
     ) -> dict[str, jax.Array]:
         """Losses of all sites, by name; the training loss is their plain sum with the main loss.
 

@@ -1,8 +1,8 @@
 """What differs by task: targets, losses, metrics.
 
-A task is a module with `losses(logits, auxiliary, targets)`, `evaluation_sums(logits, labels,
-mask)`, `summarize(batches)`, and `BEST`, the metric by which checkpoints are ranked (higher is
-better).
+A task is a module with `criterion(auxiliary logits, targets)`, `losses(logits, extra, targets)`,
+`evaluation_sums(logits, labels, mask)`, `summarize(batches)`, and `BEST`, the metric by which
+checkpoints are ranked (higher is better).
 """
 
 from types import ModuleType

@@ -3,7 +3,8 @@
 Letters: b images, n queries, c classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +23,36 @@ def cross_entropy(
     return -jnp.sum(targets * log_p, axis=-1)
 
 
+def criterion(logits: Float[Array, "b n c"], targets: Float[Array, "b c"]) -> Float[Array, ""]:
+    """Loss of an auxiliary head; with several queries each of them predicts the class."""
+    return cross_entropy(logits, jnp.broadcast_to(targets[:, None], logits.shape)).mean()
+
+
 def losses(
     logits: Float[Array, "b c"],
-    auxiliary: Sequence[Float[Array, "b n c"]],
+    extra: Mapping[str, Float[Array, ""]],
     targets: Float[Array, "b c"],
 ) -> tuple[Float[Array, ""], Sums]:
-    """Main loss plus every auxiliary loss, all on the same (mixed, smoothed) targets, weight 1.
+    """Main loss plus every loss of the reducers, weight 1 each.
 
-    Source: `benbergner/cropr: cls/engine.py`; with several queries each of them predicts the class
-    and their losses are averaged.
+    All are on the same (mixed, smoothed) targets. Source: `benbergner/cropr: cls/engine.py`.
+
+    Args:
+      logits: of the main head.
+      extra: losses of the reducers (`ViT.reducer_losses`).
+      targets: distribution over the classes.
 
     Returns:
-      The sum that is minimised, and the parts: `main`, and `auxiliary`, the mean over the sites.
+      The sum that is minimised, and the parts: `main_loss`, and `auxiliary_loss`, the mean of the
+      others.
     """
     main = cross_entropy(logits, targets).mean()
-    parts = [
-        cross_entropy(site, jnp.broadcast_to(targets[:, None], site.shape)).mean()
-        for site in auxiliary
-    ]
-    total = main + sum(parts)
     metrics = {"main_loss": main}
-    if parts:
-        metrics["auxiliary_loss"] = jnp.stack(parts).mean()
-    return total, metrics
+    if not extra:
+        return main, metrics
+    total = sum(extra.values())
+    metrics["auxiliary_loss"] = total / len(extra)
+    return main + total, metrics
 
 
 def rank_of_label(logits: Float[Array, "b c"], labels: Int[Array, "b"]) -> Int[Array, "b"]:
@@ -78,7 +86,7 @@ def evaluation_sums(
     }
 
 
-def summarize(batches: Sequence[dict[str, float]]) -> dict[str, float]:
+def summarize(batches: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Fractions and mean loss over all batches of a split.
 
     Args:

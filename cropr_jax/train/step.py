@@ -7,6 +7,7 @@ change no number but the order of sums.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
 from jax.sharding import Mesh
 
 from cropr_jax import rng
+from cropr_jax.models.vit import ViT
 from cropr_jax.train import mixup, optimizer, sharding
 from cropr_jax.train.optimizer import Flat, TrainState
 
@@ -45,7 +46,7 @@ class Step:
       mesh: devices.
     """
 
-    model: nn.Module
+    model: ViT
     task: ModuleType
     optimizer: optax.GradientTransformation
     schedule: Callable[[jax.Array], jax.Array]
@@ -66,7 +67,9 @@ class Step:
         params = optimizer.merge(gather(chosen, self.mesh), gather(frozen, self.mesh))
         keys = rng.example_keys(self.key(MODEL_KEY), step, batch["id"])
         logits, out = self.model.apply({"params": params}, batch["image"], train=True, keys=keys)
-        return self.task.losses(logits, out["auxiliary"], batch["targets"])
+        criterion = functools.partial(self.task.criterion, targets=batch["targets"])
+        extra = self.model.reducer_losses(out, criterion)
+        return self.task.losses(logits, extra, batch["targets"])
 
     def gradients(
         self, chosen: Flat, frozen: Flat, batch: Batch, step: jax.Array

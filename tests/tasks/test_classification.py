@@ -18,12 +18,14 @@ def test_loss_is_the_plain_sum():
         return -(t * np.log(p / p.sum(-1, keepdims=True))).sum(-1).mean()
 
     parts = [cross_entropy(site, targets[:, None]) for site in sites]
-    total, metrics = classification.losses(
-        jnp.asarray(logits), [jnp.asarray(site) for site in sites], jnp.asarray(targets)
-    )
+    extra = {
+        str(i): classification.criterion(jnp.asarray(site), jnp.asarray(targets))
+        for i, site in enumerate(sites)
+    }
+    total, metrics = classification.losses(jnp.asarray(logits), extra, jnp.asarray(targets))
     np.testing.assert_allclose(total, cross_entropy(logits, targets) + sum(parts), rtol=1e-5)
     np.testing.assert_allclose(metrics["auxiliary_loss"], np.mean(parts), rtol=1e-5)
-    _, unpruned = classification.losses(jnp.asarray(logits), (), jnp.asarray(targets))
+    _, unpruned = classification.losses(jnp.asarray(logits), {}, jnp.asarray(targets))
     assert set(unpruned) == {"main_loss"}
 
 
