@@ -156,7 +156,7 @@ class Aggregator(nn.Module):
             z = nn.Dense(width, dtype=self.dtype, kernel_init=normal_init, name="out")(z)
         if self.mlp:
             normed = LayerNorm(dtype=self.dtype, name="norm")(z)
-            z = z + Mlp(4 * width, dtype=self.dtype, name="mlp")(normed)
+            z = z + Mlp(4 * width, kernel_init=normal_init, dtype=self.dtype, name="mlp")(normed)
         return z
 
 

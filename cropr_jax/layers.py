@@ -20,7 +20,10 @@ Dtype = Any  # whatever `jnp.dtype` accepts
 
 # Two-pass variance: the residual streams of pretrained ViTs hold very large channels.
 LayerNorm = functools.partial(nn.LayerNorm, epsilon=1e-6, use_fast_variance=False)
+# Of what the released code adds to a pretrained backbone: auxiliary branches and heads.
 normal_init = nn.initializers.normal(0.02)
+# Of the backbone itself, as in MAE and big_vision: a width of 64 would starve with a std of 0.02.
+xavier_init = nn.initializers.xavier_uniform()
 
 # What a reducer may ask of a block's attention, or of the image (`pixels`).
 NEEDS = frozenset({"cls_row", "col_mean", "pixels"})
@@ -164,7 +167,7 @@ class Attention(nn.Module):
         head_width = width // self.heads
 
         project = functools.partial(
-            nn.DenseGeneral, (self.heads, head_width), dtype=self.dtype, kernel_init=normal_init
+            nn.DenseGeneral, (self.heads, head_width), dtype=self.dtype, kernel_init=xavier_init
         )
         query, key, value = (project(name=name)(x) for name in ("query", "key", "value"))
         implementation = choose_attention(
@@ -181,7 +184,7 @@ class Attention(nn.Module):
         else:
             mixed = attend(query, key, value, bias)
         out = nn.DenseGeneral(
-            width, axis=(-2, -1), dtype=self.dtype, kernel_init=normal_init, name="out"
+            width, axis=(-2, -1), dtype=self.dtype, kernel_init=xavier_init, name="out"
         )(mixed)
 
         extras = {}
@@ -198,16 +201,18 @@ class Mlp(nn.Module):
     Attributes:
       hidden: hidden width.
       activation: exact (erf) GELU unless given.
+      kernel_init: of both kernels.
       dtype: compute dtype.
     """
 
     hidden: int
     activation: Callable[[jax.Array], jax.Array] = gelu
+    kernel_init: Callable[..., jax.Array] = xavier_init
     dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=normal_init)
+        dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=self.kernel_init)
         hidden = self.activation(dense(self.hidden, name="fc1")(x))
         return dense(x.shape[-1], name="fc2")(hidden)
 
