@@ -119,13 +119,14 @@ def base(arg: Mapping[str, Any]) -> ConfigDict:
             "interpolation": "bicubic",
             "crop_ratio": 0.875,
             "train": {
-                "crop_scale": (0.08, 1.0),
+                "crop_scale": config_dict.placeholder(tuple),  # None: no random crop
                 "flip": True,
                 "rand_augment": "",
                 "erase": 0.0,
             },
         }
     )
+    config.preprocess.train.crop_scale = (0.08, 1.0)
     config.mixup = ConfigDict(
         {"mixup": 0.0, "cutmix": 0.0, "switch_prob": 0.5, "group": 512, "label_smoothing": 0.0}
     )

@@ -4,45 +4,46 @@
     python run.py --config configs/digits.py:reduction=random
 
 The 1,797 digits of scikit-learn, 8 x 8 pixels in 10 classes, every pixel a patch. Of 64 patches 49
-(77 %) are pruned before the last block. Test accuracy of at least 97 %, in about two minutes on two
-CPU cores. The recipe is the same for every `reduction`.
+(77 %) are pruned before the last block. Test accuracy is about 97 %, in about three minutes on two
+CPU cores. The recipe, pooling included, is the same for every `reduction`.
 """
 
 from ml_collections import ConfigDict
 
 from configs import common
 
-PATCHES = 64
-RATE = 16
+RATE = 12
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = common.parse_arg(arg)
     config = common.base(arg)
-    config.total_epochs = 60.0
-    config.batch_size = 128
+    config.total_epochs = 30.0
+    # Small batches: the few images of the data set must make many steps.
+    config.batch_size = 32
     config.eval_batch_size = 360
-    config.log_every = 11
-    config.eval_every = 10.0
-    config.checkpoint_every = 200
+    config.log_every = 44
+    config.eval_every = 5.0
+    config.checkpoint_every = 440
 
     res = arg.res or 8
     config.data.update({"name": "cropr_digits", "env": "CROPR_DATA_DIR"})
     config.preprocess.update({"res": (res, res), **common.HALF, "crop_ratio": 1.0})
-    config.preprocess.train.update({"crop_scale": (0.7, 1.0), "flip": False})
+    # The digits fill their frames, so crops would only move train away from test.
+    config.preprocess.train.update({"crop_scale": None, "flip": False})
     config.mixup.label_smoothing = 0.1
-    config.optimizer.update({"lr": 4e-3, "warmup_epochs": 5.0})
+    config.optimizer.update({"lr": 8e-3, "warmup_epochs": 3.0, "ema": 0.99})
 
     config.model = ConfigDict(
         {
             "name": "vit",
             "width": 64,
-            "depth": 5,
+            "depth": 6,
             "heads": 4,
             "patch": 1,
             "image_size": (res, res),
             "num_classes": 10,
-            "pool": common.pool(arg, "mean_all"),
+            "pool": "cls",
             "drop_path": 0.0,
             "drop_path_last_block": 0.0,
             "dtype": "float32",

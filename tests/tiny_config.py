@@ -35,7 +35,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
                 "std": (0.5, 0.5, 0.5),
                 "interpolation": "bicubic",
                 "crop_ratio": "none",
-                "train": {"crop_scale": "none", "flip": True, "rand_augment": "", "erase": 0.0},
+                "train": {"crop_scale": None, "flip": True, "rand_augment": "", "erase": 0.0},
             },
             "mixup": {
                 "mixup": 0.8,

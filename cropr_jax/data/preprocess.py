@@ -141,7 +141,7 @@ def train_transform(
 ) -> Callable[[Record, np.random.Generator], np.ndarray]:
     """The training transform: (record, rng) -> float32 [h, w, 3].
 
-    Random resized crop (with `train.crop_scale` 'none': the evaluation's resize and crop), flip,
+    Random resized crop (with `train.crop_scale` None: the evaluation's resize and crop), flip,
     RandAugment, normalisation, random erasing, in timm's order.
 
     Args:
@@ -164,7 +164,7 @@ def _train(
     rng: np.random.Generator,
 ) -> np.ndarray:
     image = decode(record["image"])
-    if train["crop_scale"] in ("none", None):
+    if train["crop_scale"] is None:
         image = eval_image(image, preprocess)
     else:
         resample = resample_filter(preprocess["interpolation"])

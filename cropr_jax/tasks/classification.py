@@ -50,7 +50,7 @@ def losses(
     metrics = {"main_loss": main}
     if not extra:
         return main, metrics
-    total = sum(extra.values())
+    total = jnp.stack(list(extra.values())).sum()
     metrics["auxiliary_loss"] = total / len(extra)
     return main + total, metrics
 

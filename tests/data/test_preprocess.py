@@ -121,7 +121,7 @@ def test_no_resize_takes_pixels_as_they_are():
 
 
 def test_training_without_augmentation_is_the_evaluation_transform():
-    off = {"crop_scale": "none", "flip": False, "rand_augment": "", "erase": 0.0}
+    off = {"crop_scale": None, "flip": False, "rand_augment": "", "erase": 0.0}
     record = {"image": pixels(50, 60)}
     setting = fields(train=off)
     result = preprocess.train_transform(setting)(record, np.random.default_rng(0))
