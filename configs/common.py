@@ -20,6 +20,23 @@ IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 NORMALIZATIONS = {"imagenet": IMAGENET, "half": HALF}
 
+# What a method can be told beside its name; the defaults are the paper's own design, the other
+# values its ablations (Tables "cross-attn", "mlp", "grad_mode", "sel-meth").
+CROPR_OPTIONS = {
+    "heads": 1,
+    "projections": False,
+    "pre_norm": False,
+    "mlp": True,
+    "stop_gradient": True,
+    "selector": "topk",
+    "sample_in_eval": False,
+}
+OPTIONS = {
+    "cropr": CROPR_OPTIONS,
+    "non_salient": CROPR_OPTIONS,
+    "attn_topk": {"source": "cls_row", "inverse": False},
+}
+
 # `runlocal` keeps everything but the sizes: depth, data and batch shrink.
 LOCAL_DEPTH = 4
 LOCAL_STEPS = 2
@@ -27,7 +44,7 @@ LOCAL_STEPS = 2
 SHARED = {
     "reduction": "cropr",
     "schedule": "per_block",
-    "r": 0,  # 0: the recipe's own
+    "r": -1,  # negative: the recipe's own
     "fusion": "",  # empty: LLF, but none with schedule=aggressive
     "res": 0,  # 0: the recipe's own
     "seed": 0,
@@ -169,9 +186,9 @@ def reduction(arg: Mapping[str, Any], rate: int, patches: int) -> ConfigDict:
         {
             "name": arg["reduction"],
             "schedule": arg["schedule"],
-            "rate": arg["r"] or rates[arg["schedule"]],
+            "rate": rates[arg["schedule"]] if arg["r"] < 0 else arg["r"],
             "fusion": arg["fusion"],
-            "options": {},
+            "options": OPTIONS.get(arg["reduction"], {}),
         }
     )
 

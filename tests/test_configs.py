@@ -63,6 +63,13 @@ def test_rows_of_the_paper(arg):
     assert get_config("in1k", "vit_l,reduction=none").model.drop_path_last_block == 0.2
 
 
+def test_rates_and_options_can_be_set():
+    assert get_config("in1k", "vit_l,r=0").model.reduction.rate == 0
+    config = get_config("in1k", "vit_l")
+    config.update_from_flattened_dict({"model.reduction.options.heads": 16})
+    assert dict(models.create(plain(config)["model"]).reducer)["heads"] == 16
+
+
 def test_aggressive_schedule_and_pools():
     config = get_config("in1k", "vit_l,schedule=aggressive")
     assert config.model.reduction.fusion == "none"

@@ -15,11 +15,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from cropr_jax.errors import ConfigError
 
 
-def effective_learning_rate(base: float, batch_size: int, reference: int = 256) -> float:
+def effective_learning_rate(base: float | int, batch_size: int, reference: int = 256) -> float:
     """Peak rate of a batch of `batch_size` images: `base * batch_size / reference`.
 
     The linear scaling rule; `batch_size` counts all the images of an optimizer step, over devices
@@ -39,8 +40,8 @@ class WarmupCosine:
       total_steps: steps of the whole run.
     """
 
-    peak: float
-    floor: float
+    peak: float | int
+    floor: float | int
     warmup_steps: int
     total_steps: int
 
@@ -55,7 +56,12 @@ class WarmupCosine:
 
     @classmethod
     def from_epochs(
-        cls, peak: float, floor: float, steps_per_epoch: float, epochs: float, warmup_epochs: float
+        cls,
+        peak: float,
+        floor: float,
+        steps_per_epoch: float | int,
+        epochs: float | int,
+        warmup_epochs: float | int,
     ) -> WarmupCosine:
         """Steps from epochs; `steps_per_epoch` may be a fraction, counts round up as released."""
         return cls(
@@ -65,7 +71,7 @@ class WarmupCosine:
             math.ceil(epochs * steps_per_epoch),
         )
 
-    def __call__(self, step: int | jax.Array) -> jax.Array:
+    def __call__(self, step: ArrayLike) -> jax.Array:
         """Rate of `step` (counted from 0), float32; beyond the end it stays at the last value."""
         step = jnp.asarray(step)
         # Values of a line from 0 with `warmup_steps` points; one point alone would be 0, a wasted

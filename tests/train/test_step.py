@@ -219,7 +219,7 @@ def test_auxiliary_losses_do_not_reach_the_backbone():
     sites = len(model.schedule.sites)
 
     def loss(params, site):
-        keys = rng.example_keys(jax.random.key(0), 0, batch["id"])
+        keys = rng.example_keys(jax.random.key(0), 0, jnp.asarray(batch["id"]))
         _, out = model.apply({"params": params}, batch["image"], train=True, keys=keys)
         every = jnp.stack([
             tasks.classification.cross_entropy(logits, targets[:, None]).mean()
