@@ -1,0 +1,380 @@
+"""What token reduction costs without any training, on a pretrained ViT with a CLS token.
+
+    python -m cropr_jax.bench.off_the_shelf --weights vit_tiny.npz --data imagenet_a:none \
+        --data imagenet_b --rates 4,8,12,three_stage:29 --fusion llf,none \
+        --reductions random,variance,attn_topk,attn_topk_inverse \
+        --json off_the_shelf.json --markdown off_the_shelf.md
+
+Every method sees the same images, so differences to the unpruned model are paired: their intervals
+come from a bootstrap over images and are far narrower than those of the accuracies. With `--json`
+a second start of the same command goes on where the first was cut. Reading images needs Pillow.
+"""
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key, UInt8
+
+from cropr_jax import models, rng
+from cropr_jax.bench import flops, paired, report
+from cropr_jax.convert.timm import check_match, from_state_dict, square_grid
+from cropr_jax.errors import ConfigError
+from cropr_jax.fusion import FUSIONS
+from cropr_jax.models.vit import ViT
+from cropr_jax.tasks.classification import rank_of_label
+
+CROP_RATIO = 0.9  # shorter side 248 at 224, as the AugReg checkpoints are tested
+REDUCTIONS = ("random", "variance", "attn_topk", "attn_topk_inverse")
+INVERSE = "_inverse"  # suffix of a method that keeps what it would prune
+DRAWS = frozenset({"random"})  # methods that are averaged over seeds
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One row: method as the table names it, schedule, R, and what becomes of pruned tokens."""
+
+    reduction: str = "none"
+    schedule: str = "per_block"
+    rate: int = 0
+    fusion: str = "none"
+
+    def fields(self) -> dict[str, Any]:
+        """`reduction` of a model config."""
+        name = self.reduction.removesuffix(INVERSE)
+        options = {"inverse": True} if name != self.reduction else {}
+        return {
+            "name": name,
+            "schedule": self.schedule,
+            "rate": self.rate,
+            "fusion": self.fusion,
+            "options": options,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Labelled images of all folders together.
+
+    Attributes:
+      pixels: RGB, 0 to 255.
+      labels: class of each.
+      folders: name, number of images and crop ratio of each folder.
+    """
+
+    pixels: UInt8[np.ndarray, "n h w 3"]
+    labels: Int[np.ndarray, "n"]
+    folders: tuple[dict[str, Any], ...]
+
+    def digest(self) -> str:
+        """Tells image sets and preprocessing apart."""
+        return hashlib.sha256(self.pixels.tobytes() + self.labels.tobytes()).hexdigest()
+
+
+def model_fields(weights: Mapping[str, np.ndarray], heads: int = 0) -> dict[str, Any]:
+    """The model config that weights under timm's names belong to.
+
+    Args:
+      weights: a whole CLS-pooled ViT, trained on square images.
+      heads: attention heads; 0 for those of the variant of this width and depth.
+
+    Raises:
+      ConfigError: if an array that tells a size is missing, or the heads cannot be known.
+    """
+    sizes = ("cls_token", "pos_embed", "patch_embed.proj.weight", "head.weight")
+    for name in (*sizes, "blocks.0.mlp.fc1.weight"):
+        if name not in weights:
+            raise ConfigError(f"--weights: {name!r} is missing; expected a whole timm ViT with CLS")
+    _, prefix, width = weights["cls_token"].shape
+    depth = 1 + max(int(n.split(".")[1]) for n in weights if n.startswith("blocks."))
+    known = [s.heads for s in models.VARIANTS.values() if (s.width, s.depth) == (width, depth)]
+    if not heads and not known:
+        raise ConfigError(f"--heads: not told by width {width} and depth {depth}; give a number")
+    patch = weights["patch_embed.proj.weight"].shape[2:]
+    grid = square_grid(weights["pos_embed"], prefix)
+    return {
+        "width": width,
+        "depth": depth,
+        "heads": heads or known[0],
+        "mlp_ratio": weights["blocks.0.mlp.fc1.weight"].shape[0] / width,
+        "layer_scale": 1.0 if "blocks.0.ls1.gamma" in weights else None,
+        "patch": patch,
+        "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
+        "num_classes": weights["head.weight"].shape[0],
+        "prefix": prefix,
+        "pool": "cls",
+    }
+
+
+def read_images(folders: Sequence[tuple[str, Any]], model: ViT) -> Images:
+    """Decodes, resizes and crops all images, as in evaluation.
+
+    Args:
+      folders: (folder with a labels.json, crop ratio or 'none' to crop only).
+      model: for the size and the number of classes.
+
+    Raises:
+      ConfigError: if a folder cannot be read or has labels beyond the model's classes.
+    """
+    from cropr_jax.data import preprocess, sources
+
+    pixels, labels, found = [], [], []
+    for folder, ratio in folders:
+        data = {"source": "image_folder", "dir": folder, "num_classes": model.num_classes}
+        source = sources.open_source(data, "all")
+        if source.num_classes > model.num_classes:
+            raise ConfigError(
+                f"--data: '{folder}' has labels up to {source.num_classes - 1}, the weights "
+                f"{model.num_classes} classes"
+            )
+        settings = {"res": model.image_size, "interpolation": "bicubic", "crop_ratio": ratio}
+        for i in range(len(source)):
+            image = preprocess.decode(source[i]["image"])
+            pixels.append(np.asarray(preprocess.eval_image(image, settings)))
+            labels.append(source[i]["label"])
+        found.append({"name": Path(folder).name, "images": len(source), "crop_ratio": ratio})
+    return Images(np.stack(pixels), np.array(labels, np.int32), tuple(found))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def batch_ranks(
+    model: ViT,
+    normalize: tuple[tuple[float, ...], tuple[float, ...]],
+    params: Mapping[str, Any],
+    pixels: UInt8[Array, "b h w 3"],
+    labels: Int[Array, "b"],
+    keys: Key[Array, "b"],
+) -> Int[Array, "b"]:
+    """Rank of the label among the logits of each image, 0 for right; one program per model."""
+    mean, std = (jnp.asarray(value, jnp.float32) for value in normalize)
+    images = (pixels.astype(jnp.float32) / 255 - mean) / std
+    logits, _ = model.apply({"params": params}, images, keys=keys)
+    return rank_of_label(logits, labels)
+
+
+def ranks(
+    model: ViT,
+    normalize: tuple[tuple[float, ...], tuple[float, ...]],
+    params: Mapping[str, Any],
+    images: Images,
+    seed: int,
+    batch_size: int,
+) -> Int[np.ndarray, "n"]:
+    """Rank of the label for every image; draws depend on the seed and the image's number alone."""
+    count = len(images.labels)
+    found = []
+    for start in range(0, count, batch_size):
+        # The last batch is filled up with the last image, so that no second program is compiled.
+        ids = np.minimum(np.arange(start, start + batch_size), count - 1)
+        keys = rng.example_keys(jax.random.key(seed), 0, jnp.asarray(ids))
+        found.append(
+            batch_ranks(model, normalize, params, images.pixels[ids], images.labels[ids], keys)
+        )
+    return np.concatenate(found)[:count]
+
+
+def make_row(variant: Variant, model: ViT, found: Sequence[np.ndarray], base: Any) -> report.Row:
+    """A row of the table.
+
+    Args:
+      variant: what was measured.
+      model: the same as a model.
+      found: ranks of all images, for each seed.
+      base: row of the unpruned model, or None for that row itself.
+
+    Returns:
+      Accuracies and differences as fractions; `ranks` has one digit per image and seed.
+    """
+    macs = flops.count(model)
+    row = dataclasses.asdict(variant) | {
+        "removed": model.schedule.removed,
+        "sites": len(model.schedule.sites),
+        "macs_linear": macs.linear,
+        "macs_all": macs.all,
+        "ranks": ["".join(map(str, np.minimum(each, paired.LAST_RANK))) for each in found],
+    }
+    for top in (1, 5):
+        each = paired.hits(row, top)
+        seeds = [float((ranks < top).mean()) for ranks in found]
+        differences = each - (each if base is None else paired.hits(base, top))
+        row |= {
+            f"top{top}": float(each.mean()),
+            f"top{top}_seeds": seeds,
+            f"top{top}_difference": float(differences.mean()),
+            f"top{top}_interval": paired.interval(differences),
+        }
+    return row
+
+
+def variant_of(row: report.Row) -> Variant:
+    """What a row was measured for."""
+    return Variant(**{field.name: row[field.name] for field in dataclasses.fields(Variant)})
+
+
+def folder(text: str) -> tuple[str, Any]:
+    """'DIR:RATIO' -> (DIR, RATIO or 'none'); without a ratio `CROP_RATIO`."""
+    path, _, ratio = text.rpartition(":")
+    if ratio == "none" and path:
+        return path, "none"
+    try:
+        return (path, float(ratio)) if path else (text, CROP_RATIO)
+    except ValueError:
+        return text, CROP_RATIO
+
+
+def names(text: str) -> tuple[str, ...]:
+    """'a,b' -> ('a', 'b')."""
+    return tuple(text.split(","))
+
+
+def rates(text: str) -> tuple[tuple[str, int], ...]:
+    """'4,three_stage:29' -> (('per_block', 4), ('three_stage', 29))."""
+    pairs = (part.rpartition(":") for part in text.split(","))
+    return tuple((schedule or "per_block", int(rate)) for schedule, _, rate in pairs)
+
+
+def triple(text: str) -> tuple[float, ...]:
+    """'0.5' or '0.485,0.456,0.406' -> three numbers."""
+    values = tuple(map(float, text.split(",")))
+    return values * 3 if len(values) == 1 else values
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m cropr_jax.bench.off_the_shelf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--weights", type=Path, required=True, help=".npz of a CLS-pooled ViT under timm's names")
+    add(
+        "--data",
+        type=folder,
+        action="append",
+        required=True,
+        metavar="DIR[:RATIO]",
+        help=f"folder with a labels.json; crop ratio ({CROP_RATIO}), or 'none' to crop only",
+    )
+    add(
+        "--rates",
+        type=rates,
+        default="4,8,12",
+        metavar="[SCHEDULE:]R,...",
+        help="tokens removed at a site; per_block unless another schedule is named",
+    )
+    add("--reductions", type=names, default=REDUCTIONS, help="by comma")
+    add("--fusion", type=names, default=FUSIONS, help="by comma")
+    add("--heads", type=int, default=0, help="attention heads, if no known variant")
+    add("--mean", type=triple, default=(0.5,) * 3, help="of values in 0..1")
+    add("--std", type=triple, default=(0.5,) * 3)
+    add("--seeds", type=int, default=3, help="for methods that draw at random")
+    add("--batch_size", type=int, default=50)
+    add("--json", help="file for the results")
+    add("--markdown", type=Path, help="file for the tables")
+    return made
+
+
+def variants(args: argparse.Namespace) -> list[Variant]:
+    """All rows but the unpruned one, by rate, method and fusion."""
+    return [
+        Variant(reduction, schedule, rate, fusion)
+        for schedule, rate in args.rates
+        for reduction in args.reductions
+        for fusion in args.fusion
+    ]
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line.
+
+    Raises:
+      ConfigError: on what the user has to mend, before anything is compiled.
+    """
+    args = parser().parse_args(argv)
+    for name in ("seeds", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name}: found {getattr(args, name)}, expected at least 1")
+    for path, ratio in args.data:
+        if ratio != "none" and not 0 < ratio <= 1:
+            raise ConfigError(f"--data: ratio {ratio} of '{path}', expected one in (0, 1] or none")
+    if not args.weights.is_file():
+        raise ConfigError(f"--weights: '{args.weights}' does not exist; expected a .npz")
+    with np.load(args.weights) as arrays:
+        weights = dict(arrays)
+    fields = model_fields(weights, args.heads)
+    params = from_state_dict(weights, fields["heads"])
+    made = {Variant(): models.create(fields)}
+    for variant in variants(args):
+        if variant.reduction == "none":
+            raise ConfigError("--reductions: 'none' is always measured; leave it out")
+        made[variant] = models.create(fields | {"reduction": variant.fields()})
+    for model in {variant.reduction: model for variant, model in made.items()}.values():
+        # Methods with parameters of their own (Cropr) need training and are refused here.
+        check_match(params, models.abstract_params(model))
+    images = read_images(args.data, made[Variant()])
+
+    file = report.Report(args.json)
+    normalize = (args.mean, args.std)
+    about = {
+        "weights": {
+            "name": args.weights.name,
+            "sha256": hashlib.sha256(args.weights.read_bytes()).hexdigest(),
+        },
+        "data": list(images.folders),
+        "images_sha256": images.digest(),
+        "mean": list(args.mean),
+        "std": list(args.std),
+    }
+    for name, value in about.items():
+        if file.content.get(name, value) != value:
+            raise ConfigError(
+                f"--json: '{args.json}' was measured with other {name}: give another file"
+            )
+    file.put(**about)
+
+    params = jax.device_put(params)
+    rows = {variant_of(row): row for row in file.content["rows"]}
+    base = None
+    for variant, model in made.items():
+        seeds = args.seeds if variant.reduction in DRAWS else 1
+        row = rows.get(variant)
+        if row is None or len(row["ranks"]) != seeds:
+            start = time.perf_counter()
+            found = [
+                ranks(model, normalize, params, images, seed, args.batch_size)
+                for seed in range(seeds)
+            ]
+            row = make_row(variant, model, found, base)
+            rows[variant] = row
+            file.put(rows=list(rows.values()))
+            accuracy = paired.percent(row["top1"])
+            say(f"{variant}: top-1 {accuracy} % in {time.perf_counter() - start:.0f} s")
+        base = base or row
+    asked = [rows[variant] for variant in made]
+    text = paired.table(file.content | {"rows": asked})
+    print(text)
+    if args.markdown:
+        paired.write_markdown(args.markdown, text)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
