@@ -79,7 +79,8 @@ def overlay(
             taken[name] = np.asarray(found[name], leaf.dtype)
         elif name.startswith(FRESH):
             why = f"{tuple(found[name].shape)} there" if name in found else "not in the file"
-            left.setdefault(name.rsplit("/", 1)[0], why)
+            module = name.partition("/")[0]
+            left.setdefault("reducers" if module.startswith("reducer_") else module, why)
         else:
             there = f"has shape {found[name].shape}" if name in found else "is missing"
             raise ConfigError(
