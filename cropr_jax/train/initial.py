@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ def overlay(
             taken[name] = np.asarray(found[name], leaf.dtype)
         elif name.startswith(FRESH):
             why = f"{tuple(found[name].shape)} there" if name in found else "not in the file"
-            module = name.partition("/")[0]
-            left.setdefault("reducers" if module.startswith("reducer_") else module, why)
+            module = re.sub(r"^reducer_\d+", "reducer_*", name.rpartition("/")[0])
+            left.setdefault(module, why)
         else:
             there = f"has shape {found[name].shape}" if name in found else "is missing"
             raise ConfigError(
