@@ -49,7 +49,7 @@ def test_box_of_timm(name):
     rows, columns = np.meshgrid(np.arange(size[0]), np.arange(size[1]), indexing="ij")
     every = jax.vmap(lambda lam, r, c: mixup.cut_box(lam, r, c, size), (None, 0, 0))
     for case in meta["config"]["cutmix"]:
-        boxes, weights = every(case["lam_drawn"], rows.ravel(), columns.ravel())
+        boxes, weights = every(jnp.float32(case["lam_drawn"]), rows.ravel(), columns.ravel())
         same = (np.asarray(boxes) == case["box_yl_yh_xl_xh"]).all(axis=1)
         assert same.any()
         np.testing.assert_allclose(np.asarray(weights)[same], case["lam_corrected"], atol=1e-6)

@@ -214,12 +214,12 @@ def test_forward_pass_of_a_data_mesh_communicates_nothing():
 def test_auxiliary_losses_do_not_reach_the_backbone():
     model = tiny_model(depth=4)
     params = models.init(model, jax.random.key(0))
-    batch = make_batch(model, 4)
+    batch = jax.tree.map(jnp.asarray, make_batch(model, 4))
     targets = jax.nn.one_hot(batch["label"], model.num_classes)
     sites = len(model.schedule.sites)
 
     def loss(params, site):
-        keys = rng.example_keys(jax.random.key(0), 0, jnp.asarray(batch["id"]))
+        keys = rng.example_keys(jax.random.key(0), 0, batch["id"])
         _, out = model.apply({"params": params}, batch["image"], train=True, keys=keys)
         every = jnp.stack([
             tasks.classification.cross_entropy(logits, targets[:, None]).mean()
