@@ -5,7 +5,8 @@
 
 The 1,797 digits of scikit-learn, 8 x 8 pixels in 10 classes, every pixel a patch. Of 64 patches 49
 (77 %) are pruned before the last block. Test accuracy is about 96 %, in about three minutes on two
-CPU cores; the recipe was chosen by that accuracy, so it is no held-out figure. It, pooling included, is the same for every `reduction`.
+CPU cores; the recipe was chosen by that accuracy, so it is no held-out figure. The recipe, pooling
+included, is the same for every `reduction`.
 """
 
 from ml_collections import ConfigDict
