@@ -241,9 +241,9 @@ def _prepare(config: Any) -> Recipe:
 
 
 def _finish(
-    workdir: Path, resolved: Recipe, metrics: Mapping[str, Mapping[str, float]], **more: Any
+    path: Path, resolved: Recipe, metrics: Mapping[str, Mapping[str, float]], **more: Any
 ) -> dict[str, Any]:
-    """Prints the result table and writes `result.json`."""
+    """Prints the result table and writes it to `path`."""
     result = {
         "metrics": metrics,
         **more,
@@ -253,7 +253,7 @@ def _finish(
         "versions": versions(),
         "revision": revision(),
     }
-    _write_json(workdir / "result.json", result)
+    _write_json(path, result)
     rows = []
     for split, values in metrics.items():
         shown = (
@@ -263,7 +263,7 @@ def _finish(
     rows += [
         ("total pruning ratio", f"{result['tpr']:.1%}"),
         ("parameters", f"{result['params']:,} in training, {result['params_slim']:,} slim"),
-        ("written", str(workdir / "result.json")),
+        ("written", str(path)),
     ]
     say(table(rows, "Result"))
     return result
@@ -349,7 +349,7 @@ def train(config: Any, workdir: str | Path) -> dict[str, Any] | None:
         if best is not None:
             more["best"] = {"step": best[0], **best[1]}
         _draw(workdir, run, optimizer.evaluation_params(state))
-        return _finish(workdir, resolved, metrics, **more)
+        return _finish(workdir / "result.json", resolved, metrics, **more)
 
 
 def _steps(
@@ -416,7 +416,7 @@ def evaluate(config: Any, workdir: str | Path) -> dict[str, Any]:
     """Evaluates the best checkpoint of `workdir` (the last one if none was evaluated).
 
     Returns:
-      The content of `result.json`.
+      The content of `eval.json`; the training run's `result.json` stays as it is.
 
     Raises:
       ConfigError: on a wrong config, a missing checkpoint or one of another model.
@@ -427,4 +427,4 @@ def evaluate(config: Any, workdir: str | Path) -> dict[str, Any]:
     path = checkpoints.find(workdir, "best", resolved.task.BEST)
     say(f"Evaluates {path}")
     metrics = run.evaluate(run.restore_params(path))
-    return _finish(workdir, resolved, metrics, step=int(path.name))
+    return _finish(workdir / "eval.json", resolved, metrics, step=int(path.name))
