@@ -1,9 +1,9 @@
-"""Layers of a pre-norm Vision Transformer block: attention, MLP, norms, drop path.
+"""Layers of a pre-norm Vision Transformer block: attention, rotary positions, MLPs, norms.
 
 Parameters are float32. `dtype` is the compute dtype; layer-norm statistics, softmax and whatever a
 reducer asks of the attention are computed in float32.
 
-Letters: b batch, t tokens, d width, h heads, k head width.
+Letters: b batch, t tokens, m patch tokens, d width, h heads, k head width, a = k / 2 angles.
 """
 
 import functools
@@ -55,6 +55,44 @@ def sincos_positions(
     return jnp.concatenate([f(angle) for angle in angles for f in (jnp.sin, jnp.cos)], axis=1)
 
 
+def rope_angles(
+    coordinates: Float[Array, "b m 2"],
+    grid: tuple[int, int],
+    reference: tuple[int, int],
+    head_width: int,
+) -> Float[Array, "b m a"]:
+    """Angle by which rotary embeddings turn each pair of channels of a token, in radians.
+
+    The first half of the pairs turns with the row, the second with the column, at frequencies
+    10000^(-4 j / k). A grid of another size than the one trained on is squeezed or stretched into
+    the range of that one.
+
+    Args:
+      coordinates: row and column of each token in its full grid.
+      grid: (h, w), of all patches of the image whatever is left of them.
+      reference: (h, w) of the grid that the frequencies were trained on.
+      head_width: k, a multiple of 4.
+
+    Source: baaivision/EVA: EVA-02/asuka/rope.py; timm `layers/pos_embed_sincos.py`.
+    """
+    count = head_width // 4
+    frequencies = 10_000.0 ** (-jnp.arange(count, dtype=jnp.float32) / count)
+    scaled = coordinates / jnp.array(grid, jnp.float32) * jnp.array(reference, jnp.float32)
+    return (scaled[..., None] * frequencies).reshape(*coordinates.shape[:2], -1)
+
+
+def rotate(x: Float[Array, "b t h k"], angles: Float[Array, "b t k//2"]) -> Float[Array, "b t h k"]:
+    """Turns neighbouring channels (2 j, 2 j + 1) by the j-th angle of each token, in float32.
+
+    Differs from most language models, which pair channel j with channel j + k/2.
+    """
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    sin, cos = jnp.sin(angles)[:, :, None], jnp.cos(angles)[:, :, None]
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.reshape(x.shape).astype(x.dtype)
+
+
 def drop_path(
     x: Float[Array, "b t d"], rate: float, draw: Float[Array, "b"] | None
 ) -> Float[Array, "b t d"]:
@@ -98,8 +136,7 @@ def attend(
 ) -> Float[Array, "b t h k"]:
     """Softmax attention in plain XLA: logits and softmax in float32, heads first.
 
-    Heads are moved in front once; XLA's CPU backend would else transpose inside every product,
-    which costs a fifth of the attention of a ViT-L on 197 tokens.
+    Heads are moved in front once; XLA's CPU backend would else transpose inside every product.
     """
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
     query = query * query.shape[-1] ** -0.5
@@ -135,10 +172,11 @@ def col_mean(
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with biases on q, k and v.
+    """Multi-head self-attention with biases on q, v and, unless told otherwise, k.
 
     Attributes:
       heads: number of heads.
+      use_key_bias: false for EVA-02. Without rotation the softmax cancels a bias on k, with it not.
       needs: what to compute beside the output, names of `NEEDS`.
       prefix: number of prefix tokens; they do not vote in `col_mean`.
       implementation: 'auto', 'xla' or 'cudnn'.
@@ -146,6 +184,7 @@ class Attention(nn.Module):
     """
 
     heads: int
+    use_key_bias: bool = True
     needs: frozenset[str] = frozenset()
     prefix: int = 0
     implementation: str = "auto"
@@ -153,13 +192,17 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t d"], key_bias: Float[Array, "b t"] | None = None
+        self,
+        x: Float[Array, "b t d"],
+        key_bias: Float[Array, "b t"] | None = None,
+        angles: Float[Array, "b t a"] | None = None,
     ) -> tuple[Float[Array, "b t d"], dict[str, jax.Array]]:
         """Returns the attention output and what `needs` names.
 
         Args:
           x: normalised tokens.
           key_bias: added to the logits of each key, over all heads and queries.
+          angles: by which queries and keys are turned (`rope_angles`), 0 for prefix tokens.
         """
         width = x.shape[-1]
         if width % self.heads:
@@ -169,7 +212,11 @@ class Attention(nn.Module):
         project = functools.partial(
             nn.DenseGeneral, (self.heads, head_width), dtype=self.dtype, kernel_init=xavier_init
         )
-        query, key, value = (project(name=name)(x) for name in ("query", "key", "value"))
+        query = project(name="query")(x)
+        key = project(name="key", use_bias=self.use_key_bias)(x)
+        value = project(name="value")(x)
+        if angles is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
         implementation = choose_attention(
             self.implementation,
             backend=jax.default_backend(),
@@ -215,6 +262,28 @@ class Mlp(nn.Module):
         dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=self.kernel_init)
         hidden = self.activation(dense(self.hidden, name="fc1")(x))
         return dense(x.shape[-1], name="fc2")(hidden)
+
+
+class SwiGlu(nn.Module):
+    """Gated MLP of EVA-02: SiLU(gate) * up, a norm of the product where there is one, down.
+
+    Attributes:
+      hidden: hidden width, of gate and up each.
+      norm: normalise the hidden features (sub-LN).
+      dtype: compute dtype.
+    """
+
+    hidden: int
+    norm: bool = False
+    dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=xavier_init)
+        hidden = nn.silu(dense(self.hidden, name="gate")(x)) * dense(self.hidden, name="up")(x)
+        if self.norm:
+            hidden = LayerNorm(dtype=self.dtype, name="norm")(hidden)
+        return dense(x.shape[-1], name="down")(hidden)
 
 
 class LayerScale(nn.Module):

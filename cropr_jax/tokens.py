@@ -23,8 +23,8 @@ class Tokens:
       x: [b, p+m, d] features in the compute dtype; prefix tokens stand first, never routed.
       index: [b, m] int32 raster position of each patch token in the full h x w grid; -1 where a
         token is no single patch (fused, merged).
-      position: [b, m, 2] float32 row and column for rotary embeddings, or None when the model
-        needs none.
+      position: [b, m, 2] float32 row and column of tokens that a method has moved (merging), or
+        None: those of `index`. Read them through `coordinates`.
       size: [b, p+m] float32, how many patches a token stands for (merging methods), or None: one.
       valid: [b, p+m] bool, false for the padding of budgeted methods, or None: all are valid.
       grid: (h, w) of the full patch grid; static.
@@ -43,6 +43,17 @@ class Tokens:
     def patches(self) -> int:
         """m, the number of patch tokens."""
         return self.x.shape[-2] - self.prefix
+
+    def coordinates(self) -> Float[Array, "b m 2"]:
+        """Row and column of each patch token in the full grid, for rotary embeddings.
+
+        A token of no place (index -1, no position) gets (0, 0), which turns it as little as CLS.
+        """
+        if self.position is not None:
+            return self.position
+        place = jnp.maximum(self.index, 0)
+        width = self.grid[1]
+        return jnp.stack([place // width, place % width], axis=-1).astype(jnp.float32)
 
 
 def from_features(x: Float[Array, "b t d"], grid: tuple[int, int], prefix: int) -> Tokens:

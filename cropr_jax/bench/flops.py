@@ -5,8 +5,9 @@ Two conventions, both in units (not giga) and for one image:
   the paper's tables are these.
 - all: with the products Q K^T and A V of self-attention. XLA's FLOPs are about twice this number.
 
-Whatever costs a few operations per channel is in neither: norms, activations, pooling, and scores
-of one dot product a token, as those of the slim Cropr (0.007 % of a ViT-L).
+Whatever costs a few operations per channel is in neither: norms, activations, gating, rotary
+embeddings, pooling, and scores of one dot product a token, as those of the slim Cropr (0.007 % of a
+ViT-L).
 """
 
 import dataclasses
@@ -36,9 +37,13 @@ class Macs:
         return Macs(self.linear + other.linear, self.attention + other.attention)
 
 
-def block_macs(tokens: int, width: int, hidden: int) -> Macs:
-    """A transformer block: four projections, a two-layer MLP, and the two attention products."""
-    linear = 4 * tokens * width**2 + 2 * tokens * width * hidden
+def block_macs(tokens: int, width: int, hidden: int, mlp: str = "gelu") -> Macs:
+    """A transformer block: four projections, an MLP, and the two attention products.
+
+    A GELU MLP has two kernels, a gated one three.
+    """
+    kernels = 2 if mlp == "gelu" else 3
+    linear = 4 * tokens * width**2 + kernels * tokens * width * hidden
     return Macs(linear, 2 * tokens**2 * width)
 
 
@@ -66,10 +71,9 @@ def breakdown(model: ViT) -> dict[str, Macs]:
     height, width = model.grid
     patches = height * width
     features = 3 * model.patch[0] * model.patch[1]
-    hidden = int(model.mlp_ratio * model.width)
     parts = {"patch_embed": Macs(patches * features * model.width)}
     for i, tokens in enumerate(model.block_inputs()):
-        parts[f"block_{i}"] = block_macs(tokens, model.width, hidden)
+        parts[f"block_{i}"] = block_macs(tokens, model.width, model.hidden, model.mlp)
     totals = (patches + model.prefix, *model.schedule.tokens(patches, model.prefix))
     for site, tokens in enumerate(totals[:-1]):
         parts[f"reducer_{site}"] = site_macs(model, tokens)

@@ -6,7 +6,7 @@ width.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -84,6 +84,79 @@ def _convert(name: str, value: np.ndarray, heads: int):
         raise ConfigError(f"weights: {name!r} is no parameter of a timm ViT or of Cropr")
 
 
+# Names of timm's EVA-02 block and ours, where they differ from a ViT's.
+EVA02_NAMES = {
+    "attn.q_proj": "attn/query",
+    "attn.k_proj": "attn/key",
+    "attn.v_proj": "attn/value",
+    "attn.q_bias": "attn/query/bias",
+    "attn.v_bias": "attn/value/bias",
+    "mlp.fc1_g": "mlp/gate",
+    "mlp.fc1_x": "mlp/up",
+    "mlp.norm": "mlp/norm",
+    "mlp.fc2": "mlp/down",
+    "gamma_1": "layer_scale1/gamma",
+    "gamma_2": "layer_scale2/gamma",
+}
+
+
+def is_eva02(state_dict: Arrays) -> bool:
+    """Whether a timm state dict is an EVA-02's: its MLPs are gated.
+
+    The two halves of a gated MLP have names of their own (B, L) or are packed into one `fc1`, of
+    twice as many rows as `fc2` has columns (Ti, S).
+
+    Raises:
+      ConfigError: if it is of EVA-01 or of an EVA-02-CLIP tower, which compute something else.
+    """
+    for name in state_dict:
+        if re.fullmatch(r"blocks\.\d+\.attn\.norm\.(weight|bias)", name):
+            raise ConfigError(
+                f"weights: {name!r} shows an EVA-02-CLIP tower, which normalises inside its "
+                "attention; only plain EVA-02 can be loaded (MIM or fine-tuned, without CLIP)"
+            )
+    if "blocks.0.mlp.fc1_g.weight" in state_dict:
+        return True
+    fc1, fc2 = (state_dict.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
+    if fc1 is not None and fc2 is not None and fc1.shape[0] == 2 * fc2.shape[1]:
+        return True
+    for name in state_dict:
+        if re.fullmatch(r"blocks\.\d+\.(gamma_[12]|attn\.[qv]_bias)", name):
+            raise ConfigError(
+                f"weights: {name!r} beside an MLP that is not gated shows an EVA-01 or a BEiT; of "
+                "these families only EVA-02 can be loaded"
+            )
+    return False
+
+
+def eva02_leaves(name: str, value: np.ndarray, heads: int) -> Iterator[tuple[str, np.ndarray]]:
+    """(our name, array) for what an EVA-02 holds in a block under a name that no ViT has there.
+
+    Yields nothing for all other names. Packed projections come apart: `qkv` into three (it has no
+    bias: keys have none), `fc1` into gate, which stands first, and up.
+
+    Source: timm `models/eva.py`, `layers/mlp.py`.
+    """
+    match = re.fullmatch(r"blocks\.(\d+)\.(.+?)(?:\.(weight|bias))?", name)
+    if not match:
+        return
+    block, module, kind = f"block_{match[1]}", match[2], match[3]
+    if module == "mlp.fc1" and kind:
+        for part, rows in zip(("gate", "up"), np.split(value, 2), strict=True):
+            yield _leaf(f"{block}/mlp/{part}", kind, rows)
+    elif module in EVA02_NAMES:
+        target = f"{block}/{EVA02_NAMES[module]}"
+        if kind is None:
+            yield target, value.reshape(heads, -1) if target.endswith("bias") else value
+        elif not module.startswith("attn."):
+            yield _leaf(target, kind, value)
+        elif kind == "bias":
+            yield f"{target}/bias", value.reshape(heads, -1)
+        else:
+            kernel = value.reshape(heads, -1, value.shape[1]).transpose(2, 0, 1)
+            yield f"{target}/kernel", kernel
+
+
 def cropr_leaf(prefix: str, name: str, value: np.ndarray) -> tuple[str, np.ndarray]:
     """Our name and layout of one entry of the authors' Cropr module.
 
@@ -106,11 +179,15 @@ def from_state_dict(state_dict: Arrays, heads: int) -> dict[str, Any]:
       heads: attention heads of the backbone.
 
     Raises:
-      ConfigError: on a name that is none of timm's ViT or of the authors' Cropr.
+      ConfigError: on a name that is none of timm's ViT and EVA-02 or of the authors' Cropr, and on
+        the relatives of EVA-02 that compute something else.
     """
     flat = {}
+    gated = is_eva02(state_dict)
     for name, value in state_dict.items():
-        flat.update(_convert(name, np.asarray(value), heads))
+        value = np.asarray(value)
+        eva02 = dict(eva02_leaves(name, value, heads)) if gated else {}
+        flat.update(eva02 or _convert(name, value, heads))
     return traverse_util.unflatten_dict(flat, sep="/")
 
 

@@ -1,5 +1,6 @@
 """Models by name, their parameters, and their slim inference form."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,17 @@ import jax.numpy as jnp
 from cropr_jax import fusion as fusions
 from cropr_jax import schedule as schedules
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.vit import POOLS, VARIANTS, ViT
+from cropr_jax.models import eva02
+from cropr_jax.models.blocks import MLPS, POOLS
+from cropr_jax.models.vit import VARIANTS, ViT
+from cropr_jax.reducers.base import Reducer
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.schedule import Schedule
 
 SCHEDULES = ("per_block", "three_stage", "aggressive")
+# By the name that configs use: variants, and the attributes in which all of them differ from ViT.
+ARCHITECTURES = {"vit": (VARIANTS, {}), "eva02": (eva02.VARIANTS, eva02.DEFAULTS)}
+NEEDED = ("width", "depth", "heads", "patch", "image_size", "num_classes")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -67,35 +74,96 @@ def make_schedule(
     return made
 
 
+def complete(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of a model: those of the config over its variant's over its architecture's.
+
+    Raises:
+      ConfigError: on an unknown architecture or variant, or a field that nothing sets.
+    """
+    given = {field: value for field, value in config.items() if value is not None}
+    name = choose("model.name", given.pop("name", "vit"), ARCHITECTURES)
+    variants, fields = ARCHITECTURES[name]
+    variant = given.pop("variant", None)
+    if variant:
+        fields = fields | dataclasses.asdict(variants[choose("model.variant", variant, variants)])
+    fields = fields | given
+    for field in NEEDED:
+        if field not in fields:
+            raise ConfigError(
+                f"config.model.{field} is missing: set it, or model.variant (one of "
+                f"{', '.join(map(repr, variants))})"
+            )
+    return fields
+
+
+def check_heads(fields: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuses heads that do not divide the width, of the blocks or of a reducer.
+
+    Raises:
+      ConfigError: naming the field.
+    """
+    width, heads = fields["width"], fields["heads"]
+    for field, count in (("heads", heads), ("reduction.options.heads", options.get("heads", 1))):
+        if count < 1 or width % count:
+            raise ConfigError(
+                f"config.model.{field}: {count} heads do not divide the width {width}"
+            )
+    if fields.get("rope_reference") and width // heads % 4:
+        raise ConfigError(
+            f"config.model.heads: rotary embeddings need a head width divisible by 4, found "
+            f"{width // heads} ({width} over {heads} heads)"
+        )
+
+
+def check_positions(model: ViT, reducer: Reducer) -> None:
+    """Refuses a method that keeps no positions where they are needed.
+
+    Raises:
+      ConfigError: naming the field.
+    """
+    if reducer.keeps_positions:
+        return
+    if model.fusion == "llf":
+        raise ConfigError(
+            f"config.model.reduction.fusion: {model.reduction!r} keeps no positions, so pruned "
+            "tokens cannot be put back; use 'none'"
+        )
+    if model.rope_reference is not None:
+        raise ConfigError(
+            f"config.model.reduction.name: {model.reduction!r} keeps no positions, which the "
+            "rotary embeddings of this model need; use another method, or a plain ViT"
+        )
+
+
 def create(config: Mapping[str, Any]) -> ViT:
     """The model that a config describes.
 
     Args:
-      config: plain values. `name` ('vit'); `variant` ('ti', 's', 'b', 'l', 'h') or `width`, `depth`
-        and `heads`; `patch`, `image_size`, `num_classes`; optionally `reduction` = {name, schedule,
-        rate, fusion, options} and any other attribute of `cropr_jax.models.vit.ViT`.
+      config: plain values. `name` ('vit', 'eva02'); `variant` ('ti', 's', 'b', 'l' or, of ViT, 'h')
+        or `width`, `depth` and `heads`; `patch`, `image_size`, `num_classes`; optionally
+        `reduction` = {name, schedule, rate, fusion, options} and any other attribute of
+        `cropr_jax.models.vit.ViT`. None means the default.
 
     Raises:
       ConfigError: on a wrong field, an impossible schedule, or a combination that cannot work.
     """
-    fields = dict(config)
-    choose("model.name", fields.pop("name", "vit"), ("vit",))
-    variant = fields.pop("variant", None)
-    if variant:
-        spec = VARIANTS[choose("model.variant", variant, VARIANTS)]
-        defaults = {name: getattr(spec, name) for name in ("width", "depth", "heads", "patch")}
-        fields = defaults | {name: value for name, value in fields.items() if value is not None}
+    fields = complete(config)
     patch, image_size = pair(fields.pop("patch")), pair(fields.pop("image_size"))
     if image_size[0] % patch[0] or image_size[1] % patch[1]:
         raise ConfigError(
             f"config.model.image_size: {image_size} is not a multiple of the patch {patch}"
         )
     grid = image_size[0] // patch[0], image_size[1] // patch[1]
-    dtype = DTYPES[choose("model.dtype", fields.pop("dtype", "float32"), DTYPES)]
-    pool = choose("model.pool", fields.pop("pool", "mean_all"), POOLS)
+    fields["dtype"] = DTYPES[choose("model.dtype", fields.get("dtype", "float32"), DTYPES)]
+    pool = choose("model.pool", fields.setdefault("pool", "mean_all"), POOLS)
+    choose("model.mlp", fields.get("mlp", "gelu"), MLPS)
+    if "rope_reference" in fields:
+        fields["rope_reference"] = pair(fields["rope_reference"])
     prefix = fields.get("prefix", 1)
 
     reduction: dict[str, Any] = {"name": "none"} | dict(fields.pop("reduction", {}))
+    options = dict(reduction.get("options", {}))
+    check_heads(fields, options)
     name = choose("model.reduction.name", reduction["name"], ("none", *sorted(REDUCERS)))
     fusion = choose("model.reduction.fusion", reduction.get("fusion", "llf"), fusions.FUSIONS)
     schedule = Schedule(fields["depth"])
@@ -113,11 +181,9 @@ def create(config: Mapping[str, Any]) -> ViT:
             image_size=image_size,
             patch=patch,
             schedule=schedule,
-            pool=pool,
             reduction=name,
-            reducer=tuple(sorted(dict(reduction.get("options", {})).items())),
+            reducer=tuple(sorted(options.items())),
             fusion=fusion,
-            dtype=dtype,
             **fields,
         )
         reducer = model.make_reducer() if name != "none" else None
@@ -128,11 +194,8 @@ def create(config: Mapping[str, Any]) -> ViT:
         raise ConfigError(
             f"config.model.prefix: pool {pool!r} with {name!r} needs a CLS token, found 0"
         )
-    if reducer is not None and fusion == "llf" and not reducer.keeps_positions:
-        raise ConfigError(
-            f"config.model.reduction.fusion: {name!r} keeps no positions, so pruned tokens cannot "
-            f"be put back; use 'none'"
-        )
+    if reducer is not None:
+        check_positions(model, reducer)
     return model
 
 

@@ -14,21 +14,13 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Key
 
 from cropr_jax import fusion, rng, routing
-from cropr_jax.layers import (
-    Attention,
-    Dtype,
-    LayerNorm,
-    LayerScale,
-    Mlp,
-    drop_path,
-    sincos_positions,
-)
+from cropr_jax.layers import Dtype, LayerNorm, sincos_positions
+from cropr_jax.models.blocks import Block, PatchEmbed, pool
 from cropr_jax.reducers import Context, Reducer
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.schedule import Schedule
 from cropr_jax.tokens import Tokens, from_features
 
-POOLS = ("cls", "mean_patches", "mean_all", "mean_size_weighted")
 # Keys folded from an example's key: 0 for drop path, 1 + site for a reducer.
 DROP_PATH_KEY = 0
 FIRST_SITE_KEY = 1
@@ -36,14 +28,16 @@ FIRST_SITE_KEY = 1
 
 @dataclasses.dataclass(frozen=True)
 class ViTSpec:
-    """Sizes of a variant (Dosovitskiy et al. 2021, Table 1; Touvron et al. 2021 for Ti and S)."""
+    """What tells the variants of an architecture apart; names are those of `ViT`'s attributes."""
 
     width: int
     depth: int
     heads: int
     patch: int
+    mlp: str = "gelu"
 
 
+# Dosovitskiy et al. 2021, Table 1; Touvron et al. 2021 for Ti and S.
 VARIANTS = {
     "ti": ViTSpec(192, 12, 3, 16),
     "s": ViTSpec(384, 12, 6, 16),
@@ -53,109 +47,17 @@ VARIANTS = {
 }
 
 
-class PatchEmbed(nn.Module):
-    """Linear map of flattened patches: a convolution whose stride is its kernel size."""
-
-    width: int
-    patch: tuple[int, int]
-    dtype: Dtype = jnp.float32
-
-    @nn.compact
-    def __call__(self, pixels: Float[Array, "b m f"]) -> Float[Array, "b m d"]:
-        channels = pixels.shape[-1] // (self.patch[0] * self.patch[1])
-        shape = (*self.patch, channels, self.width)
-        # PyTorch's default for convolutions, as timm leaves it: uniform of variance 1 / (3 fan-in).
-        init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-        kernel = self.param("kernel", init, shape).reshape(-1, self.width)
-        bias = self.param("bias", nn.initializers.zeros, (self.width,))
-        return pixels.astype(self.dtype) @ kernel.astype(self.dtype) + bias.astype(self.dtype)
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block in two halves, so that a site can act between them.
-
-    Attributes:
-      heads: attention heads.
-      mlp_ratio: hidden width of the MLP over d.
-      drop_path: rate of both residual branches.
-      layer_scale: initial value of LayerScale, or None for a block without.
-      needs: what the attention computes for the site (`cropr_jax.layers.NEEDS`).
-      attention: 'auto', 'xla' or 'cudnn'.
-      dtype: compute dtype.
-    """
-
-    heads: int
-    mlp_ratio: float = 4.0
-    drop_path: float = 0.0
-    layer_scale: float | None = None
-    needs: frozenset[str] = frozenset()
-    prefix: int = 0
-    attention: str = "auto"
-    dtype: Dtype = jnp.float32
-
-    def setup(self):
-        self.norm1 = LayerNorm(dtype=self.dtype)
-        self.attn = Attention(self.heads, self.needs, self.prefix, self.attention, dtype=self.dtype)
-        self.norm2 = LayerNorm(dtype=self.dtype)
-        if self.layer_scale is not None:
-            self.layer_scale1 = LayerScale(self.layer_scale, self.dtype)
-            self.layer_scale2 = LayerScale(self.layer_scale, self.dtype)
-
-    def attend(
-        self, tokens: Tokens, draw: Float[Array, "b"] | None
-    ) -> tuple[Tokens, dict[str, jax.Array]]:
-        """Attention branch. Returns tokens and what `needs` names."""
-        branch, extras = self.attn(self.norm1(tokens.x))
-        if self.layer_scale is not None:
-            branch = self.layer_scale1(branch)
-        return tokens.replace(x=tokens.x + drop_path(branch, self.drop_path, draw)), extras
-
-    @nn.compact
-    def feed_forward(self, tokens: Tokens, draw: Float[Array, "b"] | None) -> Tokens:
-        """MLP branch."""
-        hidden = int(self.mlp_ratio * tokens.x.shape[-1])
-        branch = Mlp(hidden, dtype=self.dtype, name="mlp")(self.norm2(tokens.x))
-        if self.layer_scale is not None:
-            branch = self.layer_scale2(branch)
-        return tokens.replace(x=tokens.x + drop_path(branch, self.drop_path, draw))
-
-
-def pool(tokens: Tokens, name: str) -> Float[Array, "b d"]:
-    """One vector per image.
-
-    Args:
-      tokens: output of the last block.
-      name: 'cls' takes the first token; 'mean_patches' averages the patch tokens (MAE, timm);
-        'mean_all' averages all tokens with CLS (benbergner/cropr); 'mean_size_weighted' averages
-        the patches that the tokens stand for (ToMe).
-
-    Raises:
-      ValueError: on an unknown name, or 'cls' without prefix tokens.
-    """
-    if name not in POOLS:
-        raise ValueError(f"pool: found {name!r}, expected one of {POOLS}")
-    x, prefix = tokens.x, tokens.prefix
-    if name == "cls":
-        if not prefix:
-            raise ValueError("pool='cls' needs prefix >= 1; use 'mean_patches'")
-        return x[:, 0]
-    start = 0 if name == "mean_all" else prefix
-    weights = jnp.ones(x.shape[:2], jnp.float32) if tokens.valid is None else tokens.valid
-    if name == "mean_size_weighted" and tokens.size is not None:
-        weights = weights * tokens.size
-    weights = weights[:, start:].astype(jnp.float32)
-    total = jnp.einsum("btd,bt->bd", x[:, start:].astype(jnp.float32), weights)
-    return (total / weights.sum(1, keepdims=True)).astype(x.dtype)
-
-
 class ViT(nn.Module):
     """Vision Transformer for classification, with a reducer at each site of a schedule.
+
+    The defaults are the plain ViT's; `cropr_jax.models.eva02` says in what EVA-02 differs.
 
     Attributes:
       image_size: (height, width) in pixels, multiples of the patch.
       patch: (height, width) of a patch in pixels.
       width, depth, heads, mlp_ratio: d, L, attention heads, MLP hidden width over d.
-      num_classes: c.
+      num_classes: c; with 0 there is no head, and the model returns what a head would see.
+      mlp, use_key_bias, rope_reference: see `cropr_jax.models.blocks.Block`.
       prefix: p; the first prefix token is CLS.
       pool: see `pool`; 'cls' normalises before pooling (`norm`), the others after (`fc_norm`).
       layer_scale: initial value, None for no LayerScale.
@@ -182,6 +84,9 @@ class ViT(nn.Module):
     num_classes: int
     schedule: Schedule
     mlp_ratio: float = 4.0
+    mlp: str = "gelu"
+    use_key_bias: bool = True
+    rope_reference: tuple[int, int] | None = None
     prefix: int = 1
     pool: str = "mean_all"
     layer_scale: float | None = None
@@ -201,6 +106,11 @@ class ViT(nn.Module):
     def grid(self) -> tuple[int, int]:
         """(h, w), the patch grid."""
         return self.image_size[0] // self.patch[0], self.image_size[1] // self.patch[1]
+
+    @property
+    def hidden(self) -> int:
+        """Hidden width of the MLPs."""
+        return int(self.mlp_ratio * self.width)
 
     @property
     def fused(self) -> bool:
@@ -264,7 +174,8 @@ class ViT(nn.Module):
           Float32 logits, and a dict with `auxiliary` (logits [b, n, c] of each site, in training),
           `sites` (all outputs of each site), `kept` and `pruned` (raster indices of each site, in
           descending order of score), `pruned_after` (see `routing.pruned_after`), `features` (the
-          tokens that leave each block), `embedded`, `pooled`. Under `jit` what is unused is free.
+          tokens that leave each block), `embedded`, `pooled`, and `pre_logits`, what the head sees.
+          Under `jit` what is unused is free.
 
         Raises:
           ValueError: if the images have another size, or random numbers are needed without keys.
@@ -293,14 +204,17 @@ class ViT(nn.Module):
             removed = removed_after.get(i + 1)
             reducer = None if removed is None else self.make_reducer(name=f"reducer_{len(sites)}")
             block = block_class(
-                self.heads,
-                self.mlp_ratio,
-                rate,
-                self.layer_scale,
-                reducer.needs if reducer else frozenset(),
-                self.prefix,
-                self.attention,
-                self.dtype,
+                heads=self.heads,
+                hidden=self.hidden,
+                mlp=self.mlp,
+                use_key_bias=self.use_key_bias,
+                rope_reference=self.rope_reference,
+                drop_path=rate,
+                layer_scale=self.layer_scale,
+                needs=reducer.needs if reducer else frozenset(),
+                prefix=self.prefix,
+                attention=self.attention,
+                dtype=self.dtype,
                 name=f"block_{i}",
             )
             draw = (None, None) if draws is None else (draws[:, i, 0], draws[:, i, 1])
@@ -320,7 +234,7 @@ class ViT(nn.Module):
                     if gone is not None:
                         pruned.append(gone)
 
-        logits, pooled = self.classify(tokens)
+        logits, pooled, pre_logits = self.classify(tokens)
         out = {
             "auxiliary": tuple(site["auxiliary"] for site in sites if "auxiliary" in site),
             "sites": tuple(sites),
@@ -329,6 +243,7 @@ class ViT(nn.Module):
             "features": tuple(features),
             "embedded": embedded,
             "pooled": pooled,
+            "pre_logits": pre_logits,
         }
         if len(pruned) == len(sites):
             survivors = kept[-1] if kept else tokens.index
@@ -379,18 +294,25 @@ class ViT(nn.Module):
             **extras,
         )
 
-    def classify(self, tokens: Tokens) -> tuple[Float[Array, "b c"], Float[Array, "b d"]]:
-        """Logits and the pooled features before the last norm (after it with pool='cls')."""
+    def classify(
+        self, tokens: Tokens
+    ) -> tuple[Float[Array, "b c"], Float[Array, "b d"], Float[Array, "b d"]]:
+        """Logits, the pooled features, and what the head sees: those, normalised.
+
+        With pool='cls' the norm comes before pooling.
+        """
         if self.pool == "cls":
             tokens = tokens.replace(x=LayerNorm(dtype=self.dtype, name="norm")(tokens.x))
             pooled = features = pool(tokens, self.pool)
         else:
             pooled = pool(tokens, self.pool)
             features = LayerNorm(dtype=self.dtype, name="fc_norm")(pooled)
+        if not self.num_classes:
+            return features.astype(jnp.float32), pooled, features
         head = nn.Dense(
             self.num_classes,
             dtype=self.dtype,
             kernel_init=nn.initializers.normal(self.head_init_std),
             name="head",
         )
-        return head(features).astype(jnp.float32), pooled
+        return head(features).astype(jnp.float32), pooled, features

@@ -139,6 +139,7 @@ def test_slim_inference(name):
     np.testing.assert_allclose(
         out["pooled"], arrays["out/eval/pooled"].reshape(out["pooled"].shape), atol=TOKENS
     )
+    np.testing.assert_allclose(out["pre_logits"], arrays["out/eval/fc_norm_out"], atol=TOKENS)
     check_routing(out, arrays, "eval")
 
 
@@ -162,6 +163,7 @@ def test_timm_backbones(name):
     params = params_from_state_dict(weights(arrays), model)
     logits, out = jax.jit(lambda p, x: model.apply({"params": p}, x))(params, images_of(arrays))
     np.testing.assert_allclose(logits, arrays["out/logits"], atol=2e-5)
+    np.testing.assert_allclose(out["pre_logits"], arrays["out/pre_logits"], atol=2e-5)
     for block, features in enumerate(out["features"]):
         np.testing.assert_allclose(
             features, arrays[f"out/block.{block}"], atol=1e-4, err_msg=f"block {block}"
