@@ -230,7 +230,8 @@ class Cropr(Pruner):
         """What the selector ranks by: the scores, or scores perturbed so that Top-K samples.
 
         Gumbel noise on log-probabilities turns Top-K into sampling without replacement. With
-        several queries the distribution is the geometric mean of theirs.
+        several queries and heads the distribution is the geometric mean of theirs, each softmax
+        with the scale that it has in `aggregate`.
 
         Raises:
           ValueError: on an unknown `selector`, or if sampling has no keys.
@@ -239,7 +240,7 @@ class Cropr(Pruner):
             raise ValueError(f"selector: found {self.selector!r}, expected 'topk' or 'sample'")
         if self.selector == "topk" or not (train or self.sample_in_eval):
             return self.salience * scores
-        scale = width**0.5 * self.num_queries
+        scale = (width / self.heads) ** 0.5 * self.num_queries * self.heads
         noise = rng.gumbel(context.require_keys("selector='sample'"), scores.shape[1:])
         return self.salience * scores / scale + noise
 

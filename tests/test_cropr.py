@@ -127,18 +127,25 @@ def test_queries_start_as_a_cut_normal():
     np.testing.assert_allclose(aggregate_queries(queries), queries.sum(0), atol=1e-6)
 
 
-def test_sampling_draws_from_the_attention_distribution():
-    """With one token to keep, Gumbel Top-K keeps token i with the probability of the softmax."""
+@pytest.mark.parametrize(("heads", "queries"), [(1, 1), (2, 3)])
+def test_sampling_draws_from_the_attention_distribution(heads, queries):
+    """With one token to keep, Gumbel Top-K keeps token i with the probability of the softmax.
+
+    Of several softmaxes it is the geometric mean.
+    """
     count, width = 6000, 4
-    module = Cropr(num_outputs=2, selector="sample")
+    module = Cropr(num_outputs=2, selector="sample", heads=heads, num_queries=queries)
     x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (1, 5, width)) * 2, (count, 5, width))
     tokens = from_features(x, (1, 5), 0)
     keys = rng.example_keys(jax.random.key(1), 0, jnp.arange(count))
     context = Context(keys=keys)
     params = module.init(jax.random.key(2), tokens, context, keep=1, train=True)["params"]
-    params["scorer"]["queries"] = jnp.ones((1, width))
+    params["scorer"]["queries"] = 1 + jax.random.normal(jax.random.key(3), (queries, width))
     kept, _, out = module.apply({"params": params}, tokens, context, keep=1, train=True)
-    expected = jax.nn.softmax(out["scores"][0] * width**-0.5)
+    part = (heads, width // heads)
+    query, key = params["scorer"]["queries"].reshape(-1, *part), x[0].reshape(-1, *part)
+    matrices = jax.nn.log_softmax(jnp.einsum("nhk,mhk->hnm", query, key) * part[1] ** -0.5)
+    expected = jax.nn.softmax(matrices.mean((0, 1)))
     found = np.bincount(np.asarray(kept.index).ravel(), minlength=5) / count
     np.testing.assert_allclose(found, expected, atol=5 * 0.5 / np.sqrt(count))
 
