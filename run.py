@@ -4,12 +4,10 @@ The part after a colon picks a variant: `--config configs/in1k.py:vit_l,res=336`
 set beside it, `--config.total_steps=100`. The same command resumes an interrupted run.
 """
 
-import difflib
 import os
 import re
 import sys
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -38,67 +36,20 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def reason(error: BaseException) -> str:
-    """What went wrong at the root of an error of the flags library.
-
-    It raises a config file's own errors again, with a traceback in the text.
-    """
-    from cropr_jax.errors import ConfigError
-
-    found, cause = error, error
-    while cause is not None:
-        found = cause if isinstance(cause, ConfigError) else found
-        cause = cause.__cause__ or cause.__context__
-    lines = str(found).strip().splitlines() or [type(found).__name__]
-    return lines[0] if isinstance(found, ConfigError) else lines[-1]
-
-
-def overridden(argv: list[str]) -> Iterator[str]:
-    """Names of the config fields that are set beside the file: `optimizer.lr`."""
-    for word in argv:
-        if match := re.match(r"--?(?:no)?config\.([\w.\[\]]+)", word):
-            yield match[1]
-
-
-def check_overrides(config: Any, names: Iterator[str]) -> None:
-    """Ends with the names that come close, if a field does not exist."""
-    for name in names:
-        node: Any = config
-        for part in re.sub(r"\[.*?\]", "", name).split("."):
-            known = [str(key) for key in node] if hasattr(node, "keys") else []
-            if part not in known:
-                close = difflib.get_close_matches(part, known, 3, 0.5)
-                hint = (
-                    f"did you mean {' or '.join(close)}?"
-                    if close
-                    else (f"there are {', '.join(sorted(known)) or 'none below it'}")
-                )
-                fail(f"config.{name}: no such field; {hint}")
-            node = node[part]
-
-
 def parse(argv: list[str]) -> list[str]:
-    """Parses flags; a mistake in them ends in one line.
+    """Parses flags; a mistake in them ends in one line."""
+    from cropr_jax.errors import ConfigError
+    from cropr_jax.train import config_file
 
-    The file is loaded once by itself first: the flags library answers an unknown field or an error
-    inside of the file with a traceback.
-    """
     given = [i for i, word in enumerate(argv) if re.fullmatch(r"--?config(=.*)?", word)]
-    if given:
-        alone = flags.FlagValues()
-        config_flags.DEFINE_config_file("config", flag_values=alone, sys_argv=argv[:1])
-        value = argv[given[-1]].partition("=")[2] or "".join(argv[given[-1] + 1 : given[-1] + 2])
-        if not os.path.isfile(value.partition(":")[0]):
-            fail(f"--config: there is no file '{value.partition(':')[0]}'")
-        try:
-            alone([argv[0], f"--config={value}"])
-            check_overrides(alone["config"].value, overridden(argv))
-        except (flags.Error, ImportError, SyntaxError) as error:
-            fail(reason(error))
     try:
+        if given:
+            here = given[-1]
+            value = argv[here].partition("=")[2] or "".join(argv[here + 1 : here + 2])
+            config_file.check_fields(config_file.load(value), argv)
         return FLAGS(argv)
-    except flags.Error as error:
-        fail(reason(error))
+    except (flags.Error, ConfigError) as error:
+        fail(config_file.reason(error))
 
 
 def set_up(cache_dir: str) -> None:
