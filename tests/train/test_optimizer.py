@@ -39,6 +39,7 @@ def variants():
     yield tiny(reduction={"name": "cropr", "rate": 2, "fusion": "llf", "options": options})
     yield tiny(pool="cls", layer_scale=1e-5)
     yield tiny(prefix=0, pool="mean_patches")
+    yield tiny(name="eva02", layer_scale=1e-5)
 
 
 def test_rules_cover_every_variant():
