@@ -21,16 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from cropr_jax.convert.archives import (
-    CHUNK,
-    TYPES,
-    Archive,
-    pickle_root,
-    read_npz,
-    read_pth,
-    view,
-)
+from cropr_jax.convert.archives import CHUNK, TYPES, Archive, view
+from cropr_jax.convert.npz import read_npz
 from cropr_jax.convert.pickles import shown
+from cropr_jax.convert.pth import pickle_root, read_pth
 from cropr_jax.errors import ConfigError
 
 RESAVE = "re-save it where PyTorch is: torch.save(torch.load(path, map_location='cpu'), new_path)"
@@ -78,8 +72,8 @@ def read(path: str | os.PathLike[str], *, key: str | None = None) -> Weights:
     Args:
       path: a local file, `hf://owner/repository/file` (needs huggingface_hub), or another address
         that fsspec opens (needs fsspec).
-      key: for `.pth`, the entry that holds the weights; by default the first of `WRAPPERS` that
-        does, unless the file holds weights alone.
+      key: for `.pth`, the entry that holds the weights; by default the first of `pth.WRAPPERS`
+        that does, unless the file holds weights alone.
 
     Raises:
       ConfigError: naming the file, what was found, and what was expected.
@@ -121,12 +115,13 @@ def write_safetensors(
 
     Args:
       path: a local file that does not exist.
-      arrays: by name, of the types of `TYPES`.
+      arrays: by name, of the types of `archives.TYPES`.
       metadata: text by name.
 
     Raises:
       ConfigError: if the file exists, cannot be written, or cannot hold an array.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     target = Path(path).expanduser()
@@ -141,8 +136,8 @@ def write_safetensors(
     try:
         save_file(dense, part, dict(metadata or {}))
         part.rename(target)
-    except OSError as error:
-        raise ConfigError(f"'{target}' cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"'{target}' cannot be written: {error}") from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -94,18 +94,20 @@ def shown(text: str) -> str:
 
 
 def _counts(value: Any) -> bool:
-    """Whether `value` is a tuple of counts, as sizes and strides are."""
-    return type(value) is tuple and all(type(n) is int and 0 <= n < 2**62 for n in value)
+    """Whether `value` is a short tuple of counts, as sizes and strides are."""
+    if type(value) is not tuple or len(value) > MAX_RANK:
+        return False
+    return all(type(n) is int and 0 <= n < 2**62 for n in value)
 
 
-def _tensor(*args: Any) -> Tensor:
+def _tensor(args: tuple) -> Tensor:
     """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, metadata)`."""
     if len(args) not in (6, 7) or not isinstance(args[0], Storage):
         raise ConfigError("it describes a tensor in a way that PyTorch never does")
     storage, offset, size, stride = args[:4]
     if not (_counts((offset,)) and _counts(size) and _counts(stride)):
         raise ConfigError("it holds a tensor whose offset, size or stride are no counts")
-    if len(size) != len(stride) or len(size) > MAX_RANK:
+    if len(size) != len(stride):
         raise ConfigError(f"it holds a tensor of {len(size)} sizes and {len(stride)} strides")
     if len(args) == 7 and args[6]:
         raise ConfigError(
@@ -122,37 +124,33 @@ def _tensor(*args: Any) -> Tensor:
     return Tensor(storage, offset if count else 0, size, stride)
 
 
-def _parameter(*args: Any) -> Tensor:
+def _parameter(args: tuple) -> Tensor:
     """`_rebuild_parameter(data, requires_grad, hooks)`."""
     if len(args) != 3 or not isinstance(args[0], Tensor):
         raise ConfigError("it describes a parameter in a way that PyTorch never does")
     return args[0]
 
 
-def _ordered(*args: Any) -> dict:
+def _ordered(args: tuple) -> dict:
     """`OrderedDict()`, filled by later instructions."""
     if args:
         raise ConfigError("it describes an OrderedDict in a way that Python 3 never does")
     return {}
 
 
-def _size(*args: Any) -> tuple[int, ...]:
+def _size(args: tuple) -> tuple[int, ...]:
     """`torch.Size(tuple)`."""
     if len(args) != 1 or not _counts(args[0]):
         raise ConfigError("it describes a torch.Size that is no tuple of counts")
     return args[0]
 
 
-def _inert(name: str) -> Callable[..., Inert]:
-    return lambda *args: Inert(name)
-
-
-_GLOBALS: dict[str, Callable[..., Any]] = {
+_GLOBALS: dict[str, Callable[[tuple], Any]] = {
     "collections.OrderedDict": _ordered,
     "torch.Size": _size,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_tensor_v2": _tensor,
-    **{name: _inert(name) for name in _INERT},
+    **{name: lambda args, name=name: Inert(name) for name in _INERT},
 }
 
 
@@ -161,8 +159,8 @@ def _global(name: str) -> _Global:
         return _Global(name)
     if name.startswith("torch._utils._rebuild_") or name.endswith("Storage"):
         raise ConfigError(
-            f"it holds a tensor of {shown(name)}; only dense tensors of real numbers are read, none "
-            "that are complex, quantised, sparse or of 8-bit floats"
+            f"it holds a tensor of {shown(name)}; only dense tensors of real numbers are read, no "
+            "complex, quantised or sparse ones and no 8-bit floats"
         )
     raise ConfigError(
         f"it asks for {shown(name)}, which is neither a tensor nor a plain container; nothing in "
@@ -187,74 +185,90 @@ class _Machine:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
-    def step(self, opcode: str, arg: Any) -> None:
-        """Carries out one instruction, by its name in `pickletools`."""
+    def run(self, data: bytes) -> Any:
+        """Carries out instructions, which go by their names in `pickletools`, and returns the top.
+
+        Raises:
+          ConfigError: on what no PyTorch checkpoint holds.
+          IndexError, KeyError, ValueError: if the stack, an argument or the end is missing.
+        """
         push, pop = self.stack.append, self.stack.pop
-        match opcode:
-            case "BINPUT" | "LONG_BINPUT":
-                self.memo[arg] = self.stack[-1]
-            case "MEMOIZE":
-                self.memo[len(self.memo)] = self.stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                push(self.memo[arg])
-            case "BININT1" | "BININT2" | "BININT" | "LONG1" | "LONG4":
-                # Longer ones could be chosen so that all collide as keys of a dict.
-                if arg.bit_length() > 64:
-                    raise ConfigError(f"it holds an integer of {arg.bit_length()} bits")
-                push(arg)
-            case "SHORT_BINUNICODE" | "BINUNICODE" | "BINUNICODE8" | "BINFLOAT":
-                push(arg)
-            case "SHORT_BINBYTES" | "BINBYTES" | "BINBYTES8":
-                push(arg)
-            case "NEWTRUE" | "NEWFALSE":
-                push(opcode == "NEWTRUE")
-            case "NONE":
-                push(None)
-            case "MARK":
-                self.marks.append(len(self.stack))
-            case "EMPTY_TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
-                count = 0 if opcode == "EMPTY_TUPLE" else int(opcode[-1])
-                push(tuple(reversed([pop() for _ in range(count)])))
-            case "TUPLE":
-                push(tuple(self.pop_to_mark()))
-            case "EMPTY_LIST":
-                push([])
-            case "EMPTY_DICT":
-                push({})
-            case "EMPTY_SET":
-                push(Inert("builtins.set"))
-            case "APPEND":
-                self.add(list, [pop()])
-            case "APPENDS":
-                self.add(list, self.pop_to_mark())
-            case "ADDITEMS":
-                self.add(Inert, self.pop_to_mark())
-            case "SETITEM":
-                self.add(dict, [pop(-2), pop()])
-            case "SETITEMS":
-                self.add(dict, self.pop_to_mark())
-            case "BINPERSID":
-                push(_storage(pop()))
-            case "GLOBAL":
-                push(_global(arg.replace(" ", ".", 1)))
-            case "STACK_GLOBAL":
-                match pop(-2), pop():
-                    case str(module), str(name):
-                        push(_global(f"{module}.{name}"))
-                    case _:
-                        raise ConfigError("it asks for a name that is no text")
-            case "REDUCE" | "NEWOBJ":
-                args = pop()
-                push(self.built(opcode, pop(), args))
-            case "BUILD":
-                # The state of an inert object, or the `_metadata` of a state_dict: neither is kept.
-                pop()
-                if not isinstance(self.stack[-1], Inert | dict):
-                    raise ConfigError(f"it sets the state of a {type(self.stack[-1]).__name__}")
-            case "PROTO" | "FRAME":
-                pass
-            case _:
-                raise ConfigError(f"it holds the instruction {opcode}, which PyTorch never writes")
+        for count, (opcode, arg, _) in enumerate(pickletools.genops(data)):
+            if count > MAX_INSTRUCTIONS:
+                raise ConfigError(f"its pickle has more than {MAX_INSTRUCTIONS} instructions")
+            match opcode.name:
+                case "BINPUT" | "LONG_BINPUT":
+                    self.memo[arg] = self.stack[-1]
+                case "MEMOIZE":
+                    self.memo[len(self.memo)] = self.stack[-1]
+                case "BINGET" | "LONG_BINGET":
+                    push(self.memo[arg])
+                case "BININT1" | "BININT2" | "BININT" | "LONG1" | "LONG4":
+                    # Longer ones could be chosen so that all collide as keys of a dict.
+                    if arg.bit_length() > 64:
+                        raise ConfigError(f"it holds an integer of {arg.bit_length()} bits")
+                    push(arg)
+                case "SHORT_BINUNICODE" | "BINUNICODE" | "BINUNICODE8" | "BINFLOAT":
+                    push(arg)
+                case "SHORT_BINBYTES" | "BINBYTES" | "BINBYTES8":
+                    push(arg)
+                case "NEWTRUE" | "NEWFALSE":
+                    push(opcode.name == "NEWTRUE")
+                case "NONE":
+                    push(None)
+                case "MARK":
+                    self.marks.append(len(self.stack))
+                case "EMPTY_TUPLE":
+                    push(())
+                case "TUPLE1":
+                    push((pop(),))
+                case "TUPLE2":
+                    push((pop(-2), pop()))
+                case "TUPLE3":
+                    push((pop(-3), pop(-2), pop()))
+                case "TUPLE":
+                    push(tuple(self.pop_to_mark()))
+                case "EMPTY_LIST":
+                    push([])
+                case "EMPTY_DICT":
+                    push({})
+                case "EMPTY_SET":
+                    push(Inert("builtins.set"))
+                case "APPEND":
+                    self.add(list, [pop()])
+                case "APPENDS":
+                    self.add(list, self.pop_to_mark())
+                case "ADDITEMS":
+                    self.add(Inert, self.pop_to_mark())
+                case "SETITEM":
+                    self.add(dict, [pop(-2), pop()])
+                case "SETITEMS":
+                    self.add(dict, self.pop_to_mark())
+                case "BINPERSID":
+                    push(_storage(pop()))
+                case "GLOBAL":
+                    push(_global(arg.replace(" ", ".", 1)))
+                case "STACK_GLOBAL":
+                    match pop(-2), pop():
+                        case str(module), str(name):
+                            push(_global(f"{module}.{name}"))
+                        case _:
+                            raise ConfigError("it asks for a name that is no text")
+                case "REDUCE" | "NEWOBJ":
+                    args = pop()
+                    push(self.built(opcode.name, pop(), args))
+                case "BUILD":
+                    # The state of an inert object or the `_metadata` of a state_dict: not kept.
+                    pop()
+                    if not isinstance(self.stack[-1], Inert | dict):
+                        raise ConfigError(f"it sets the state of a {type(self.stack[-1]).__name__}")
+                case "PROTO" | "FRAME" | "STOP":
+                    pass
+                case _:
+                    raise ConfigError(
+                        f"it holds the instruction {opcode.name}, which PyTorch never writes"
+                    )
+        return pop()
 
     def pop_to_mark(self) -> list[Any]:
         start = self.marks.pop()
@@ -281,7 +295,7 @@ class _Machine:
         name = function.name if isinstance(function, _Global) else type(function).__name__
         if name not in _GLOBALS or type(args) is not tuple:
             raise ConfigError(f"it calls {shown(name)} by {opcode}, which PyTorch never writes")
-        return _GLOBALS[name](*args)
+        return _GLOBALS[name](args)
 
 
 def loads(data: bytes) -> Any:
@@ -299,18 +313,11 @@ def loads(data: bytes) -> Any:
         cut short, damaged or too large. The message does not name the file.
     """
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"its pickle has {len(data)} bytes, at most {MAX_BYTES} are read")
-    machine = _Machine()
+        raise ConfigError(f"its pickle has more than {MAX_BYTES} bytes")
     try:
-        for count, (opcode, arg, _) in enumerate(pickletools.genops(data)):
-            if opcode.name == "STOP":
-                return machine.stack.pop()
-            if count == MAX_INSTRUCTIONS:
-                raise ConfigError(f"its pickle has more than {MAX_INSTRUCTIONS} instructions")
-            machine.step(opcode.name, arg)
+        return _Machine().run(data)
     except ConfigError:
         raise
     except (IndexError, KeyError, ValueError) as error:
         # An empty stack, an unknown memo entry, an argument that is cut short or no UTF-8.
         raise ConfigError(f"its pickle is cut short or damaged ({error})") from error
-    raise ConfigError("its pickle does not end")
