@@ -203,4 +203,4 @@ def nothing_runs():
         yield
     finally:
         _seen = None
-    assert not seen
+    assert not seen, seen

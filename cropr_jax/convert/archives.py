@@ -53,6 +53,7 @@ def _damage(what: str) -> Iterator[None]:
         zlib.error,
         struct.error,
         EOFError,
+        OSError,  # of a seek to before the start
         OverflowError,
         RuntimeError,
         ValueError,

@@ -98,7 +98,8 @@ def check_finite(name: str, array: np.ndarray) -> None:
     parts = np.nditer(
         array, ["external_loop", "buffered", "zerosize_ok"], order="K", buffersize=CHUNK
     )
-    bad = sum(int(np.size(part) - np.isfinite(part).sum()) for part in parts)
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        bad = sum(int(np.size(part) - np.isfinite(part).sum()) for part in parts)
     if bad:
         raise ConfigError(
             f"weights: {shown(name)} holds {bad} NaN or infinite numbers of {array.size}; the file "

@@ -14,6 +14,7 @@ Sources: CPython `Lib/pickletools.py` (the instructions); pytorch/pytorch: torch
 import dataclasses
 import math
 import pickletools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -315,9 +316,11 @@ def loads(data: bytes) -> Any:
     if len(data) > MAX_BYTES:
         raise ConfigError(f"its pickle has more than {MAX_BYTES} bytes")
     try:
-        return _Machine().run(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # pickletools decodes escapes in names
+            return _Machine().run(data)
     except ConfigError:
         raise
-    except (IndexError, KeyError, ValueError) as error:
+    except (IndexError, KeyError, ValueError, Warning) as error:
         # An empty stack, an unknown memo entry, an argument that is cut short or no UTF-8.
         raise ConfigError(f"its pickle is cut short or damaged ({error})") from error

@@ -180,6 +180,7 @@ def hostile(path):
     yield b"\xff", "damaged"
     yield encode(["x"])[:-3], "damaged"
     yield b"X\x01\x00\x00\x00\xff.", "damaged"
+    yield b"cos\\q\nsystem\n.", "damaged"
     # Lengths and numbers that are not there.
     yield b"\x8e" + struct.pack("<Q", 2**62) + b"x.", "damaged"
     yield b"B\xff\xff\xff\xffx.", "damaged"
