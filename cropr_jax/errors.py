@@ -11,3 +11,7 @@ class ConfigError(ValueError):
 
 class CheckpointError(ConfigError):
     """A checkpoint that does not belong to the model it is asked to fill, or cannot be read."""
+
+
+class ScheduleError(ConfigError):
+    """A schedule that a model or a method cannot meet; the message names block and limit."""

@@ -176,6 +176,23 @@ def measure(
       ConfigError: before anything is compiled, if one of the models cannot be.
     """
     made = {name: create(config, name, settings) for name in settings.reductions}
+    return race(config, made, settings, say, save)
+
+
+def race(
+    config: str,
+    made: Mapping[str, ViT],
+    settings: Settings,
+    say: Callable[[str], None] = lambda line: None,
+    save: Callable[[Sequence[Row]], None] = lambda rows: None,
+) -> list[Row]:
+    """Times models in turns; ratios are to the one called 'none', if it takes part.
+
+    Args:
+      config: what the rows say that the models come from.
+      made: training forms by the name of their row.
+      settings, say, save: as in `measure`; the models are those of `made`.
+    """
     weights = Weights()
     contestants = {
         name: prepare(model, settings, weights, lambda line, name=name: say(f"{name}: {line}"))
@@ -183,7 +200,7 @@ def measure(
     }
     rows: list[Row] = []
     for turn in range(settings.rounds):
-        for name in rotate(settings.reductions, turn):
+        for name in rotate(list(made), turn):
             contestants[name].run()
         rows = [summarize(config, settings, name, contestants) for name in contestants]
         save(rows)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from cropr_jax import fusion as fusions
 from cropr_jax import schedule as schedules
-from cropr_jax.errors import ConfigError
+from cropr_jax.errors import ConfigError, ScheduleError
 from cropr_jax.models import eva02
 from cropr_jax.models.blocks import MLPS, POOLS
 from cropr_jax.models.vit import VARIANTS, ViT
@@ -58,7 +58,8 @@ def make_schedule(
       fusion: whether Last Layer Fusion is on.
 
     Raises:
-      ConfigError: if the schedule cannot be met; the message names the block.
+      ConfigError: on an unknown name.
+      ScheduleError: if the schedule cannot be met; the message names the block.
     """
     choose("model.reduction.schedule", name, SCHEDULES)
     try:
@@ -70,7 +71,7 @@ def make_schedule(
             made = schedules.aggressive(depth, rate)
         made.patches(patches)
     except ValueError as error:
-        raise ConfigError(f"config.model.reduction (rate {rate}): {error}") from error
+        raise ScheduleError(f"config.model.reduction (rate {rate}): {error}") from error
     return made
 
 

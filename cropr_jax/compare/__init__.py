@@ -1,0 +1,1 @@
+"""Methods trained, evaluated and timed side by side: `python -m cropr_jax.compare`."""

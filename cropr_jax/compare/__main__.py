@@ -1,0 +1,184 @@
+"""Trains, evaluates and times token reduction methods on one recipe, and writes their table.
+
+    python -m cropr_jax.compare --config configs/cifar10.py:vit_ti,fusion=none \\
+        --reductions none,random,cropr --seeds 0,1,2 --workdir runs/compare --out results/cifar10 \\
+        --config.init=vit_tiny_patch16_224.npz
+
+Every run has a directory of its own, so the same command goes on where it was cut, and a second
+command with other methods or seeds on the same --workdir adds them to the table.
+`--config.field=value` holds for all runs.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cropr_jax import train
+from cropr_jax.bench import paired, report, throughput
+from cropr_jax.compare import plan, table
+from cropr_jax.compare.plan import Entry, Plan
+from cropr_jax.errors import ConfigError
+from cropr_jax.train.loop import revision
+from cropr_jax.visualize import tradeoff
+
+SEEDS = "seeds.json"  # what the table holds: entries and their seeds, of all commands
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """'0,1' -> (0, 1)."""
+    return tuple(map(int, text.split(",")))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """'a,b' -> ('a', 'b')."""
+    return tuple(text.split(","))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m cropr_jax.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--config", required=True, help="FILE or FILE:VARIANT,KEY=VALUE,... as run.py takes it")
+    add("--reductions", type=names, required=True, help="methods, by comma")
+    add("--schedules", type=names, default=("per_block",), help="by comma")
+    add("--rates", type=numbers, default=(-1,), help="R, by comma; default: the config's own")
+    add("--seeds", type=numbers, default=(0,), help="by comma")
+    add("--workdir", type=Path, required=True, help="where the runs are kept")
+    add("--out", type=Path, required=True, help="path of the results without suffix")
+    add("--rounds", type=int, default=15, help="of the timing; 0 for none")
+    add("--batch_size", type=int, default=0, help="of the timing; 0: each method's best")
+    return made
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
+
+
+def remember(path: Path, rows: Sequence[Entry], seeds: Sequence[int]) -> dict[Entry, list[int]]:
+    """Seeds of every entry that this and earlier commands on the directory asked for."""
+    found: dict[Entry, list[int]] = {}
+    if path.exists():
+        found = {Entry(*entry): before for entry, before in json.loads(path.read_text())}
+    for entry in rows:
+        found[entry] = sorted({*found.get(entry, []), *seeds})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = [[dataclasses.astuple(entry), before] for entry, before in found.items()]
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return found
+
+
+def train_all(planned: Plan) -> dict[Entry, list[dict[str, Any]]]:
+    """Runs what is not there yet. Returns the results of each entry."""
+    runs = [run for group in planned.runs.values() for run in group]
+    for run in runs:
+        run.result()  # refuses runs of another recipe before any training
+    results: dict[Entry, list[dict[str, Any]]] = {}
+    for number, run in enumerate(runs, 1):
+        result = run.result()
+        if result is None:
+            say(f"run {number} of {len(runs)}: {run.entry.label}, seed {run.seed}")
+            result = train.train(run.config, run.workdir)
+            jax.clear_caches()  # every run compiles its own programs
+        if result is None:
+            raise SystemExit(0)  # asked to stop; the same command goes on
+        results.setdefault(run.entry, []).append(result)
+    return results
+
+
+def time_all(planned: Plan, file: report.Report, args: argparse.Namespace) -> dict[str, report.Row]:
+    """Images per second of every entry, all in one interleaved measurement."""
+    made = {entry.label: runs[0].recipe.model for entry, runs in planned.runs.items()}
+    settings = throughput.Settings(
+        reductions=tuple(made), batch_size=args.batch_size, rounds=args.rounds
+    )
+    rows = {row["reduction"]: row for row in file.content["rows"]}
+    if not made.keys() <= rows.keys() and args.rounds:
+        measured = throughput.race(args.config, made, settings, say, file.add)
+        rows = {row["reduction"]: row for row in measured}
+    return rows
+
+
+def make_row(
+    entry: Entry, seeds: Sequence[int], results: Sequence[dict[str, Any]], best: str, speed: Any
+) -> report.Row:
+    """One row: accuracy over seeds of the first split, costs, speed."""
+    first = results[0]
+    split = next(iter(first["metrics"]))
+    reduction = first["config"]["model"]["reduction"]
+    return {
+        "reduction": entry.reduction,
+        "schedule": entry.schedule,
+        "rate": reduction["rate"] if entry.schedule else None,
+        "split": split,
+        "metric": best,
+        "seeds": list(seeds),
+        **table.summary([result["metrics"][split][best] for result in results]),
+        "examples": first["metrics"][split]["examples"],
+        **{name: first[name] for name in ("tpr", "tokens", "params", "params_slim")},
+        **{name: first[name] for name in ("macs_linear", "macs_all")},
+        "images_per_second": speed and speed["images_per_second"],
+        "ratio": speed and speed["ratio"],
+        "batch_size": speed and speed["batch_size"],
+    }
+
+
+def write(out: Path, rows: Sequence[report.Row], about: dict[str, Any]) -> None:
+    """Writes `out`.md (between its marks), .csv, .json and .png."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    head = f"{about['device']}; revision {about['revision']}; {versions}."
+    paired.write_markdown(out.with_suffix(".md"), f"{head}\n\n{table.markdown(rows)}")
+    out.with_suffix(".csv").write_text(table.comma_separated(rows))
+    out.with_suffix(".json").write_text(json.dumps({"rows": rows, **about}, indent=1) + "\n")
+    tradeoff.plot(rows, out.with_suffix(".png"), rows[0]["metric"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line.
+
+    Raises:
+      ConfigError: on what the user has to mend.
+    """
+    args, overrides = parser().parse_known_args(argv)
+    for word in overrides:
+        if not word.startswith("--config."):
+            raise ConfigError(f"unknown argument '{word}'")
+    rows = plan.entries(args.reductions, args.schedules, args.rates)
+    plan.make(args.config, overrides, dict.fromkeys(rows, args.seeds), args.workdir)
+    seeds = remember(args.workdir / SEEDS, rows, args.seeds)
+    planned = plan.make(args.config, overrides, seeds, args.workdir)
+    results = train_all(planned)
+    speed = time_all(planned, report.Report(args.workdir / "speed.json"), args)
+    best = next(iter(planned.runs.values()))[0].recipe.task.BEST
+    found = [
+        make_row(entry, seeds[entry], results[entry], best, speed.get(entry.label))
+        for entry in planned.runs
+    ]
+    found += [
+        dataclasses.asdict(entry) | {"unreachable": why}
+        for entry, why in planned.unreachable.items()
+    ]
+    write(args.out, found, report.environment() | {"revision": revision(), "config": args.config})
+    print(table.markdown(found), flush=True)
+    say(f"written: {args.out}.md, .csv, .json, .png")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,134 @@
+"""What a comparison consists of: entries of its table, and the runs of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cropr_jax.errors import ConfigError, ScheduleError
+from cropr_jax.train import config_file, recipe
+from cropr_jax.train.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A row of the table: one method at one schedule and pruning rate.
+
+    Attributes:
+      reduction: as configs name it.
+      schedule: as configs name it; empty for the unpruned model, which has none.
+      rate: R; negative for the config's own.
+    """
+
+    reduction: str
+    schedule: str = ""
+    rate: int = -1
+
+    @property
+    def label(self) -> str:
+        """'cropr-per_block-r8', also the name of its directory."""
+        words = [self.reduction, self.schedule, f"r{self.rate}" if self.rate >= 0 else ""]
+        return "-".join(word for word in words if word)
+
+    def config(self, config: str, seed: int) -> str:
+        """The `--config` value of one of its runs."""
+        words = [f"reduction={self.reduction}", f"seed={seed}"]
+        words += [f"schedule={self.schedule}"] if self.schedule else []
+        words += [f"r={self.rate}"] if self.rate >= 0 else []
+        return config + ("," if ":" in config else ":") + ",".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One seed of an entry.
+
+    Attributes:
+      config: as the file and the overrides say it.
+      recipe: what follows from it.
+      workdir: of this run alone.
+    """
+
+    entry: Entry
+    seed: int
+    config: Any
+    recipe: Recipe
+    workdir: Path
+
+    def result(self) -> dict[str, Any] | None:
+        """Its `result.json`, or None while there is none.
+
+        Raises:
+          ConfigError: if the file is of another config, whose numbers must not enter the table.
+        """
+        path = self.workdir / "result.json"
+        if not path.exists():
+            return None
+        found = json.loads(path.read_text())
+        before, now = recipe.leaves(found["config"]), recipe.leaves(self.recipe.config)
+        for name in [*now, *before]:
+            if before.get(name) != now.get(name):
+                raise ConfigError(
+                    f"--workdir: '{path}' was run with config.{name} {before.get(name)!r}, now it "
+                    f"is {now.get(name)!r}; give another --workdir or remove that run"
+                )
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All runs, and why some entries have none.
+
+    Attributes:
+      runs: by entry, in the order of the table.
+      unreachable: schedules that a method cannot meet, with the reason.
+    """
+
+    runs: dict[Entry, list[Run]]
+    unreachable: dict[Entry, str]
+
+
+def entries(
+    reductions: Sequence[str], schedules: Sequence[str], rates: Sequence[int]
+) -> list[Entry]:
+    """Rows in the order of the table; the unpruned model comes once, first."""
+    found = [Entry("none")] if "none" in reductions else []
+    for schedule in schedules:
+        for rate in rates:
+            found += [Entry(name, schedule, rate) for name in reductions if name != "none"]
+    return list(dict.fromkeys(found))
+
+
+def make(
+    config: str,
+    overrides: Sequence[str],
+    rows: Mapping[Entry, Sequence[int]],
+    workdir: Path,
+) -> Plan:
+    """Resolves every run before the first is trained.
+
+    Args:
+      config: `FILE` or `FILE:VARIANT,KEY=VALUE,...`; the file takes `reduction`, `schedule`, `r`
+        and `seed`.
+      overrides: `--config.field=value` of all runs.
+      rows: the seeds of each entry.
+      workdir: of the comparison.
+
+    Raises:
+      ConfigError: on a wrong config, whichever run it is of.
+    """
+    runs: dict[Entry, list[Run]] = {}
+    unreachable = {}
+    for entry, seeds in rows.items():
+        try:
+            runs[entry] = []
+            for seed in seeds:
+                loaded = config_file.load(entry.config(config, seed), overrides)
+                place = workdir / entry.label / f"seed_{seed}"
+                runs[entry].append(Run(entry, seed, loaded, recipe.resolve(loaded), place))
+        except ScheduleError as error:
+            del runs[entry]
+            unreachable[entry] = str(error)
+    return Plan(runs, unreachable)

@@ -1,0 +1,81 @@
+"""The comparison: every seed is kept, nothing is run twice, the table says what the runs said."""
+
+import csv
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from cropr_jax.compare import __main__ as compare
+from cropr_jax.compare import plan, table
+from cropr_jax.errors import ConfigError
+
+CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "digits.py") + ":runlocal"
+SMALL = ("--config.model.width=16", "--config.model.heads=2")
+# ml_collections loads the file in a way that Python is giving up.
+pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+
+
+def arguments(tmp_path, *more):
+    words = ["--config", CONFIG, "--workdir", str(tmp_path / "runs"), "--out", str(tmp_path / "t")]
+    return [*words, "--batch_size=2", *SMALL, *more]
+
+
+@pytest.mark.slow
+def test_table(tmp_path, capsys, monkeypatch):
+    compare.main(arguments(tmp_path, "--reductions=none,random", "--rounds=1"))
+    started = []
+    monkeypatch.setattr(compare, "say", started.append)
+    compare.main(arguments(tmp_path, "--reductions=random", "--seeds=1", "--rounds=1"))
+    assert [line for line in started if line.startswith("run ")] == [
+        "run 3 of 3: random-per_block, seed 1"
+    ]
+    runs = tmp_path / "runs"
+    found = [
+        json.loads((runs / "random-per_block" / f"seed_{seed}" / "result.json").read_text())
+        for seed in (0, 1)
+    ]
+    accuracies = [result["metrics"]["test"]["top1"] for result in found]
+    with open(tmp_path / "t.csv", newline="") as file:
+        none, random = csv.DictReader(file)
+    assert none["reduction"] == "none" and none["seed_1"] == "" and float(none["ratio"]) == 1
+    assert [float(random[f"seed_{seed}"]) for seed in (0, 1)] == accuracies
+    assert float(random["mean"]) == pytest.approx(statistics.mean(accuracies))
+    assert float(random["images_per_second"]) > 0
+    assert random["rate"] == "12"
+    assert random["tokens"] == " ".join(map(str, found[0]["tokens"]))
+    assert (tmp_path / "t.png").stat().st_size > 1000
+    assert capsys.readouterr().out.count("| random |") == 2
+
+    before = (tmp_path / "t.csv").read_text()
+    with pytest.raises(ConfigError, match=r"was run with config.optimizer.lr 0.008, now it is 1"):
+        compare.main(arguments(tmp_path, "--reductions=none", "--config.optimizer.lr=1.0"))
+    assert (tmp_path / "t.csv").read_text() == before
+
+
+def test_mistakes_come_before_training(tmp_path):
+    with pytest.raises(ConfigError, match="reduction: found 'dropr', expected one of"):
+        compare.main(arguments(tmp_path, "--reductions=none,dropr"))
+    with pytest.raises(ConfigError, match="unknown argument '--seed=1'"):
+        compare.main(arguments(tmp_path, "--reductions=none", "--seed=1"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_unreachable_schedule_is_a_row(tmp_path):
+    rows = plan.entries(("none", "random"), ("per_block",), (1, 900))
+    assert [row.label for row in rows] == ["none", "random-per_block-r1", "random-per_block-r900"]
+    planned = plan.make(CONFIG, SMALL, dict.fromkeys(rows, (0,)), tmp_path)
+    assert list(planned.runs) == rows[:2]
+    assert "block 1" in planned.unreachable[rows[2]]
+    text = table.markdown([{"reduction": "random", "schedule": "per_block", "rate": 900,
+                            "unreachable": planned.unreachable[rows[2]]}])  # fmt: skip
+    assert "unreachable: config.model.reduction (rate 900)" in text
+
+
+def test_summary():
+    assert table.summary([0.5])["low"] is None
+    found = table.summary([0.1, 0.2, 0.6])
+    # Student's t with two degrees of freedom: 4.303; standard deviation 0.2646.
+    assert found["median"] == 0.2 and found["mean"] == pytest.approx(0.3)
+    assert found["high"] - found["mean"] == pytest.approx(4.3027 * 0.264575 / 3**0.5, rel=1e-4)
