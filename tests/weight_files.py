@@ -1,5 +1,6 @@
 """Files of weights for tests: `.pth` written without PyTorch, and damage of every kind."""
 
+import codecs
 import contextlib
 import dataclasses
 import io
@@ -185,12 +186,13 @@ def _audit(event, args):
     if _seen is None:
         return
     writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
-    # Text in an archive may need a codec.
-    codec = event == "import" and args[0].startswith("encodings")
-    if writes or (event.startswith(_WATCHED) and not codec):
+    if writes or event.startswith(_WATCHED):
         _seen.append(f"{event} {args!r:.200}")
 
 
+# Codecs of text in archives and pickles are imported at their first use.
+for _codec in ("ascii", "cp437", "latin-1", "raw-unicode-escape"):
+    codecs.lookup(_codec)
 sys.addaudithook(_audit)
 
 
