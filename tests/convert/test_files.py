@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+import time
 import tracemalloc
 import types
 import warnings
@@ -114,6 +115,16 @@ def test_stored_arrays_are_mapped_and_read_only(tmp_path, writer):
     tracemalloc.stop()
     with pytest.raises(ValueError, match="read-only"):
         weights.arrays["w"][0] = 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", ["npz", "pth", "safetensors"])
+def test_ten_thousand_arrays(tmp_path, writer):
+    one = np.ones(3, np.float32)
+    path = WRITERS[writer](tmp_path / "w", {f"blocks.{i}.weight": one for i in range(10_000)})
+    start = time.process_time()
+    assert len(files.read(path).arrays) == 10_000
+    assert time.process_time() - start < 60
 
 
 # npz
