@@ -18,7 +18,12 @@ FUSIONS = ("llf", "none")
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
-NORMALIZATIONS = {"imagenet": IMAGENET, "half": HALF}
+# OpenAI's CLIP and all that descends from it, EVA-02 too.
+CLIP = {
+    "mean": (0.48145466, 0.4578275, 0.40821073),
+    "std": (0.26862954, 0.26130258, 0.27577711),
+}
+NORMALIZATIONS = {"imagenet": IMAGENET, "half": HALF, "clip": CLIP}
 
 # What a method can be told beside its name; the defaults are the paper's own design, the other
 # values its ablations (Tables "cross-attn", "mlp", "grad_mode", "sel-meth").
@@ -37,7 +42,9 @@ OPTIONS = {
     "attn_topk": {"source": "cls_row", "inverse": False},
 }
 
-# `runlocal` keeps everything but the sizes: depth, data and batch shrink.
+# `runlocal` keeps everything but the sizes: depth, data and batch shrink, and so do images that are
+# larger than this unless `res` is given.
+LOCAL_RES = 224
 LOCAL_DEPTH = 4
 LOCAL_STEPS = 2
 
