@@ -22,6 +22,7 @@ from cropr_jax.bench import flops
 from cropr_jax.data import pipeline
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
+from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.train import logging, optimizer, schedules, sharding
 from cropr_jax.train.mixup import MixupConfig
 from cropr_jax.train.step import Step
@@ -349,10 +350,24 @@ def facts(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def _reduction(values: Mapping[str, Any]) -> str:
+    """The method in words, with those options that are not its own defaults."""
+    if values["name"] == "none":
+        return "none"
+    method = REDUCERS[values["name"]]
+    before = {"schedule": "", "rate": "R ", "fusion": "fusion "}
+    words = [values["name"], *(f"{word}{values[k]}" for k, word in before.items() if k in values)]
+    words += [
+        f"{name} {value}"
+        for name, value in values.get("options", {}).items()
+        if value != getattr(method, name)
+    ]
+    return ", ".join(words)
+
+
 def card(recipe: Recipe) -> str:
     """The resolved recipe in a table."""
     config, model, found = recipe.config, recipe.model, facts(recipe)
-    reduction = config["model"]["reduction"]
     height, width = model.grid
     accum = config.get("accum_steps", 1)
     settings = config["optimizer"]
@@ -369,7 +384,7 @@ def card(recipe: Recipe) -> str:
             f"{'x'.join(map(str, model.patch))}, pool {model.pool}, "
             f"{config['model'].get('dtype', 'float32')}",
         ),
-        ("reduction", ", ".join(f"{k} {v}" for k, v in reduction.items() if v)),
+        ("reduction", _reduction(config["model"]["reduction"])),
         (
             "tokens",
             f"{height * width + model.prefix} -> " + (" ".join(map(str, found["tokens"])) or "all"),

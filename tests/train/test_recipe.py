@@ -39,8 +39,13 @@ def test_card_tells_what_matters():
         "17 -> 13",
         "25.0% of 16 patches",
         "8 = 2 epochs of 4",
+        "cropr, per_block, R 3, fusion llf\n",
     ):
         assert text in card
+    values = {"name": "cropr", "schedule": "per_block", "rate": 3, "fusion": "llf"}
+    ablation = values | {"options": {"heads": 2, "mlp": True}}
+    card = recipe.card(recipe.resolve(config_with(model__reduction=ablation)))
+    assert "cropr, per_block, R 3, fusion llf, heads 2\n" in card
 
 
 def test_total_steps_scale_the_warmup():
