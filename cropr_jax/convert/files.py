@@ -82,7 +82,7 @@ def read(path: str | os.PathLike[str], *, key: str | None = None) -> Weights:
     try:
         if "://" in name:
             return _read_remote(name, key)
-        return _read_local(Path(name).expanduser(), key)
+        return _read_local(Path(os.path.expanduser(name)), key)
     except ConfigError as error:
         raise ConfigError(f"'{name}': {error}") from error
     except OSError as error:

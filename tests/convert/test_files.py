@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import types
 import warnings
 import zipfile
 import zlib
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -115,6 +117,22 @@ def test_stored_arrays_are_mapped_and_read_only(tmp_path, writer):
     tracemalloc.stop()
     with pytest.raises(ValueError, match="read-only"):
         weights.arrays["w"][0] = 1
+
+
+def resident():
+    """Bytes of memory that the process holds now, mapped files included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_release_gives_memory_back(tmp_path):
+    path = write_pth(tmp_path / "w", {"w": np.ones(32 << 20, np.uint8)})
+    weights = files.read(path)
+    before = resident()
+    files.check_finite("w", weights.arrays["w"])
+    assert resident() - before > 24 << 20
+    weights.release()
+    assert resident() - before < 8 << 20
+    assert weights.arrays["w"].all()
 
 
 @pytest.mark.slow
@@ -473,12 +491,16 @@ def test_other_content_is_named(tmp_path, content, message):
 
 
 def test_what_cannot_be_opened_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="none' ?: it does not exist"):
+    with pytest.raises(ConfigError, match="none': it does not exist"):
         files.read(tmp_path / "none")
     with pytest.raises(ConfigError, match="it is no file"):
         files.read(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         files.read("a\0b")
+    with pytest.raises(ConfigError, match="does not exist"):
+        files.read("~nobody_of_this_name/w")
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        files.read("a" * 10_000)
     path = write_npz(tmp_path / "w", {"w": np.ones(2)})
     with pytest.raises(ConfigError, match="key='model' was given, but a npz file"):
         files.read(path, key="model")
