@@ -15,7 +15,7 @@ import dataclasses
 import math
 import pickletools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -194,7 +194,8 @@ class _Machine:
           IndexError, KeyError, ValueError: if the stack, an argument or the end is missing.
         """
         push, pop = self.stack.append, self.stack.pop
-        for count, (opcode, arg, _) in enumerate(pickletools.genops(data)):
+        instructions: Iterator[tuple[Any, Any, Any]] = pickletools.genops(data)
+        for count, (opcode, arg, _) in enumerate(instructions):
             if count > MAX_INSTRUCTIONS:
                 raise ConfigError(f"its pickle has more than {MAX_INSTRUCTIONS} instructions")
             match opcode.name:
