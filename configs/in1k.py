@@ -116,7 +116,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     return common.run_locally(config, arg.schedule) if arg.runlocal else config
 
 
-def mae_recipe(config: ConfigDict, arg: ConfigDict) -> None:
+def mae_recipe(config: ConfigDict, arg: Any) -> None:
     """Fine-tuning of MAE-pretrained ViTs."""
     rate, epochs, layer_decay, drop_path, accum, accum_unpruned = MAE[arg.variant]
     spec = VARIANTS[arg.variant.removeprefix("vit_")]
@@ -167,7 +167,7 @@ def mae_recipe(config: ConfigDict, arg: ConfigDict) -> None:
     )
 
 
-def eva02_recipe(config: ConfigDict, arg: ConfigDict) -> None:
+def eva02_recipe(config: ConfigDict, arg: Any) -> None:
     """Fine-tuning of EVA-02; what the paper's table leaves open is as in baaivision/EVA."""
     recipe = EVA02[arg.variant]
     spec = eva02.VARIANTS[arg.variant.removeprefix("eva02_")]
