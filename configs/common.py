@@ -123,6 +123,8 @@ def base(arg: Mapping[str, Any]) -> ConfigDict:
     config.eval_every = 1.0  # epochs
     config.checkpoint_every = 1000  # steps
     config.init = ""  # weights to start from
+    # How they get to another grid and patch: 'timm' (as None) or 'torch', MAE's and EVA's own way.
+    config.init_resampling = config_dict.placeholder(str)
     config.distributed = False  # call jax.distributed.initialize()
 
     config.data = ConfigDict(

@@ -23,11 +23,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Int, Key, UInt8
 
 from cropr_jax import models, rng
 from cropr_jax.bench import flops, paired, report
-from cropr_jax.convert.timm import check_match, from_state_dict, square_grid
+from cropr_jax.convert import architecture
+from cropr_jax.convert.load import load, open_source
+from cropr_jax.convert.timm import check_match
 from cropr_jax.errors import ConfigError
 from cropr_jax.fusion import FUSIONS
 from cropr_jax.models.vit import ViT
@@ -80,39 +83,22 @@ class Images:
         return hashlib.sha256(self.pixels.tobytes() + self.labels.tobytes()).hexdigest()
 
 
-def model_fields(weights: Mapping[str, np.ndarray], heads: int = 0) -> dict[str, Any]:
-    """The model config that weights under timm's names belong to.
+def model_fields(path: Path, heads: int, size: tuple[int, int] | None) -> dict[str, Any]:
+    """The model config that weights belong to.
 
     Args:
-      weights: a whole CLS-pooled ViT, trained on square images.
-      heads: attention heads; 0 for those of the variant of this width and depth.
+      path: of a whole CLS-pooled ViT.
+      heads: attention heads; 0 for those that the width implies.
+      size: (height, width) of images, None for that of the weights.
 
     Raises:
-      ConfigError: if an array that tells a size is missing, or the heads cannot be known.
+      ConfigError: if they are of another model, or the heads cannot be known.
     """
-    sizes = ("cls_token", "pos_embed", "patch_embed.proj.weight", "head.weight")
-    for name in (*sizes, "blocks.0.mlp.fc1.weight"):
-        if name not in weights:
-            raise ConfigError(f"--weights: {name!r} is missing; expected a whole timm ViT with CLS")
-    _, prefix, width = weights["cls_token"].shape
-    depth = 1 + max(int(n.split(".")[1]) for n in weights if n.startswith("blocks."))
-    known = [s.heads for s in models.VARIANTS.values() if (s.width, s.depth) == (width, depth)]
-    if not heads and not known:
-        raise ConfigError(f"--heads: not told by width {width} and depth {depth}; give a number")
-    patch = weights["patch_embed.proj.weight"].shape[2:]
-    grid = square_grid(weights["pos_embed"], prefix)
-    return {
-        "width": width,
-        "depth": depth,
-        "heads": heads or known[0],
-        "mlp_ratio": weights["blocks.0.mlp.fc1.weight"].shape[0] / width,
-        "layer_scale": 1.0 if "blocks.0.ls1.gamma" in weights else None,
-        "patch": patch,
-        "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
-        "num_classes": weights["head.weight"].shape[0],
-        "prefix": prefix,
-        "pool": "cls",
-    }
+    source, _ = open_source(str(path), heads or None)
+    fields = architecture.model_fields(source)
+    if fields["pool"] != "cls" or not fields["num_classes"]:
+        raise ConfigError(f"--weights: '{path}' is no whole ViT with CLS, its last norm and head")
+    return fields | ({"image_size": size} if size else {})
 
 
 def read_images(folders: Sequence[tuple[str, Any]], model: ViT) -> Images:
@@ -232,8 +218,8 @@ def folder(text: str) -> tuple[str, Any]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """'a,b' -> ('a', 'b')."""
-    return tuple(text.split(","))
+    """'a,b' -> ('a', 'b'), '' -> ()."""
+    return tuple(text.split(",")) if text else ()
 
 
 def rates(text: str) -> tuple[tuple[str, int], ...]:
@@ -256,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--weights", type=Path, required=True, help=".npz of a CLS-pooled ViT under timm's names")
+    add("--weights", type=Path, required=True, help="of a CLS-pooled ViT, see cropr_jax.convert")
     add(
         "--data",
         type=folder,
@@ -272,9 +258,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="[SCHEDULE:]R,...",
         help="tokens removed at a site; per_block unless another schedule is named",
     )
-    add("--reductions", type=names, default=REDUCTIONS, help="by comma")
+    add("--reductions", type=names, default=REDUCTIONS, help="by comma; '' for none")
     add("--fusion", type=names, default=FUSIONS, help="by comma")
     add("--heads", type=int, default=0, help="attention heads, if no known variant")
+    add("--res", type=architecture.size, metavar="H[xW]", help="image size, if not the weights'")
     add("--mean", type=triple, default=(0.5,) * 3, help="of values in 0..1")
     add("--std", type=triple, default=(0.5,) * 3)
     add("--seeds", type=int, default=3, help="for methods that draw at random")
@@ -313,16 +300,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if ratio != "none" and not 0 < ratio <= 1:
             raise ConfigError(f"--data: ratio {ratio} of '{path}', expected one in (0, 1] or none")
     if not args.weights.is_file():
-        raise ConfigError(f"--weights: '{args.weights}' does not exist; expected a .npz")
-    with np.load(args.weights) as arrays:
-        weights = dict(arrays)
-    fields = model_fields(weights, args.heads)
-    params = from_state_dict(weights, fields["heads"])
+        raise ConfigError(f"--weights: '{args.weights}' does not exist; expected a file")
+    fields = model_fields(args.weights, args.heads, args.res)
     made = {Variant(): models.create(fields)}
     for variant in variants(args):
         if variant.reduction == "none":
             raise ConfigError("--reductions: 'none' is always measured; leave it out")
         made[variant] = models.create(fields | {"reduction": variant.fields()})
+    params = unflatten_dict(load(str(args.weights), made[Variant()]).params, sep="/")
     for model in {variant.reduction: model for variant, model in made.items()}.values():
         # Methods with parameters of their own (Cropr) need training and are refused here.
         check_match(params, models.abstract_params(model))

@@ -4,18 +4,21 @@ MAE, timm and benbergner/cropr share the names of the backbone. Letters: d width
 width.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from flax import traverse_util
 
 from cropr_jax.errors import ConfigError
 
 Arrays = Mapping[str, np.ndarray]
+
+
+class UnknownName(ConfigError):
+    """A name that no parameter here has."""
+
 
 # Names of the authors' Cropr module (benbergner/cropr: cls/cropr.py) and ours, without the site.
 CROPR_NAMES = {
@@ -81,7 +84,7 @@ def _convert(name: str, value: np.ndarray, heads: int):
     elif match := re.fullmatch(r"(norm|fc_norm|head)\.(weight|bias)", name):
         yield _leaf(match[1], match[2], value)
     else:
-        raise ConfigError(f"weights: {name!r} is no parameter of a timm ViT or of Cropr")
+        raise UnknownName(f"weights: {name!r} is no parameter of a timm ViT or of Cropr")
 
 
 # Names of timm's EVA-02 block and ours, where they differ from a ViT's.
@@ -110,7 +113,7 @@ def is_eva02(state_dict: Arrays) -> bool:
       ConfigError: if it is of EVA-01 or of an EVA-02-CLIP tower, which compute something else.
     """
     for name in state_dict:
-        if re.fullmatch(r"blocks\.\d+\.attn\.norm\.(weight|bias)", name):
+        if re.fullmatch(r"blocks\.\d+\.attn\.(norm|inner_attn_ln)\.(weight|bias)", name):
             raise ConfigError(
                 f"weights: {name!r} shows an EVA-02-CLIP tower, which normalises inside its "
                 "attention; only plain EVA-02 can be loaded (MIM or fine-tuned, without CLIP)"
@@ -118,8 +121,9 @@ def is_eva02(state_dict: Arrays) -> bool:
     if "blocks.0.mlp.fc1_g.weight" in state_dict:
         return True
     fc1, fc2 = (state_dict.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
-    if fc1 is not None and fc2 is not None and fc1.shape[0] == 2 * fc2.shape[1]:
-        return True
+    if fc1 is not None and fc2 is not None and fc1.ndim == fc2.ndim == 2:
+        if fc1.shape[0] == 2 * fc2.shape[1]:
+            return True
     for name in state_dict:
         if re.fullmatch(r"blocks\.\d+\.(gamma_[12]|attn\.[qv]_bias)", name):
             raise ConfigError(
@@ -157,6 +161,30 @@ def eva02_leaves(name: str, value: np.ndarray, heads: int) -> Iterator[tuple[str
             yield f"{target}/kernel", kernel
 
 
+def leaves(name: str, value: np.ndarray, heads: int, gated: bool) -> dict[str, np.ndarray]:
+    """What one entry of a state dict becomes: arrays by our name, views wherever that can be.
+
+    Args:
+      name: timm's.
+      value: in PyTorch's layout.
+      heads: of the backbone.
+      gated: whether the state dict `is_eva02`.
+
+    Raises:
+      UnknownName: if no ViT, EVA-02 or Cropr module has such an entry.
+      ConfigError: if its shape is none that such an entry may have.
+    """
+    try:
+        eva02 = dict(eva02_leaves(name, value, heads)) if gated else {}
+        return eva02 or dict(_convert(name, value, heads))
+    except ConfigError:
+        raise
+    except (ValueError, IndexError) as error:
+        raise ConfigError(
+            f"weights: {name!r} has shape {value.shape}, which it has in no model of {heads} heads"
+        ) from error
+
+
 def cropr_leaf(prefix: str, name: str, value: np.ndarray) -> tuple[str, np.ndarray]:
     """Our name and layout of one entry of the authors' Cropr module.
 
@@ -167,7 +195,7 @@ def cropr_leaf(prefix: str, name: str, value: np.ndarray) -> tuple[str, np.ndarr
         return prefix + CROPR_NAMES[name], value[0]
     module, _, kind = name.rpartition(".")
     if module not in CROPR_NAMES or kind not in ("weight", "bias"):
-        raise ConfigError(f"weights: {name!r} is no parameter of a Cropr module")
+        raise UnknownName(f"weights: {name!r} is no parameter of a Cropr module")
     return _leaf(prefix + CROPR_NAMES[module], kind, value)
 
 
@@ -185,9 +213,7 @@ def from_state_dict(state_dict: Arrays, heads: int) -> dict[str, Any]:
     flat = {}
     gated = is_eva02(state_dict)
     for name, value in state_dict.items():
-        value = np.asarray(value)
-        eva02 = dict(eva02_leaves(name, value, heads)) if gated else {}
-        flat.update(eva02 or _convert(name, value, heads))
+        flat.update(leaves(name, np.asarray(value), heads, gated))
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
@@ -227,42 +253,3 @@ def params_from_state_dict(state_dict: Arrays, model: Any) -> dict[str, Any]:
     params = from_state_dict(state_dict, model.heads)
     check_match(params, models.abstract_params(model))
     return params
-
-
-def resample_positions(
-    table: np.ndarray, grid: tuple[int, int], prefix: int, source_grid: tuple[int, int]
-) -> np.ndarray:
-    """A position embedding for another grid, by timm's rule: antialiased bicubic.
-
-    Args:
-      table: [1, p + m, d] over `source_grid`; the prefix entries are kept as they are.
-      grid: (h, w) wanted.
-      prefix: p.
-      source_grid: (h, w) of the table.
-
-    Returns:
-      [1, p + h*w, d], float32.
-
-    Source: timm `layers/pos_embed.py:resample_abs_pos_embed`, whose kernel (a = -0.5, antialiased)
-    is JAX's 'bicubic'.
-    """
-    width = table.shape[-1]
-    patches = table[0, prefix:].reshape(*source_grid, width).astype(np.float32)
-    resized = jax.image.resize(patches, (*grid, width), "bicubic", antialias=True)
-    return np.concatenate([table[:, :prefix], np.asarray(resized).reshape(1, -1, width)], axis=1)
-
-
-def square_grid(table: np.ndarray, prefix: int) -> tuple[int, int]:
-    """The (h, w) of a table that was trained on square images.
-
-    Raises:
-      ConfigError: if its patch entries fill no square.
-    """
-    patches = table.shape[1] - prefix
-    side = math.isqrt(max(patches, 0))
-    if side * side != patches or not patches:
-        raise ConfigError(
-            f"weights: pos_embed has {table.shape[1]} entries; without {prefix} for the prefix "
-            "they fill no square grid"
-        )
-    return side, side

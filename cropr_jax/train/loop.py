@@ -137,7 +137,8 @@ class Run:
         if not path:
             return jax.jit(self._fresh, out_shardings=self.shardings)()
         key = self.step.key(INIT_KEY)
-        params, notes = initial.initial_params(path, self.recipe.model, key)
+        rule = self.recipe.config.get("init_resampling") or "timm"
+        params, notes = initial.initial_params(path, self.recipe.model, key, rule)
         say("; ".join([f"Starts from {path}", *notes]))
         return jax.jit(self._state, out_shardings=self.shardings)(params)
 

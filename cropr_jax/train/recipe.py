@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from cropr_jax import models, tasks
 from cropr_jax.bench import flops
+from cropr_jax.convert import resample
 from cropr_jax.data import pipeline
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
@@ -47,7 +48,7 @@ FIELDS: dict[str, tuple[set[str], set[str]]] = {
             "mesh",
             "model",
         },
-        {"total_steps", "accum_steps", "init", "distributed"},
+        {"total_steps", "accum_steps", "init", "init_resampling", "distributed"},
     ),
     "data": (
         {"source", "train", "eval", "workers"},
@@ -298,6 +299,7 @@ def resolve(config: Any) -> Recipe:
     total, warmup = total_steps(values, per_epoch)
     settings = values["optimizer"]
     models.choose("optimizer.schedule", settings["schedule"], ("cosine",))
+    resample.check_rule(values.get("init_resampling") or "timm", "config.init_resampling")
     peak = schedules.effective_learning_rate(
         settings["lr"], values["batch_size"], settings.get("lr_reference", 256)
     )

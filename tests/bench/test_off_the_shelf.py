@@ -9,7 +9,7 @@ from conftest import random_params
 from PIL import Image
 
 from cropr_jax import models
-from cropr_jax.bench import off_the_shelf, paired
+from cropr_jax.bench import flops, off_the_shelf, paired
 from cropr_jax.convert.timm import params_from_state_dict
 from cropr_jax.errors import ConfigError
 
@@ -139,12 +139,21 @@ def test_rates_on_the_command_line():
     assert off_the_shelf.rates("4,three_stage:29") == (("per_block", 4), ("three_stage", 29))
 
 
-def test_sizes_are_read_from_the_weights():
-    fields = off_the_shelf.model_fields(state_dict(np.random.default_rng(0)), heads=2)
-    model = models.create(fields)
+def test_sizes_are_read_from_the_weights(place):
+    model = models.create(off_the_shelf.model_fields(place / "tiny.npz", 2, None))
     assert (model.width, model.depth, model.heads, model.mlp_ratio) == (WIDTH, DEPTH, 2, 2)
     assert (model.image_size, model.patch, model.pool) == ((SIDE, SIDE), (PATCH, PATCH), "cls")
     assert (model.num_classes, model.prefix, model.layer_scale) == (CLASSES, 1, None)
+
+
+def test_another_image_size(place, capsys):
+    alone = arguments(place, "--reductions", "", "--data", f"{place / 'exact'}:1")
+    del alone[2:6]  # of --data what is only cropped
+    off_the_shelf.main([*alone, "--res", "12x20", "--json", str(place / "out.json")])
+    (row,) = json.loads((place / "out.json").read_text())["rows"]
+    larger = models.create(off_the_shelf.model_fields(place / "tiny.npz", 2, (12, 20)))
+    assert larger.grid == (3, 5) and row["macs_all"] == flops.count(larger).all
+    assert len(row["ranks"][0]) == 7 and "Unpruned" in capsys.readouterr().out
 
 
 def test_inverse_keeps_what_attention_would_prune():
@@ -192,7 +201,7 @@ def test_the_whole_command_and_its_resumption(place, capsys, monkeypatch):
     assert rows["random", "llf"]["removed"] == 9 and rows["random", "none"]["removed"] == 13
 
     # Image by image, by hand.
-    model = models.create(off_the_shelf.model_fields(dict(np.load(place / "tiny.npz")), 2))
+    model = models.create(off_the_shelf.model_fields(place / "tiny.npz", 2, None))
     params = params_from_state_dict(dict(np.load(place / "tiny.npz")), model)
     for i in range(7):
         pixels = np.asarray(Image.open(place / "exact" / "images" / f"{i}.png"))
@@ -222,7 +231,7 @@ def test_the_whole_command_and_its_resumption(place, capsys, monkeypatch):
     ("more", "message"),
     [
         (["--weights", "none.npz"], "'none.npz' does not exist"),
-        (["--heads", "0"], "--heads: not told by width 16 and depth 4"),
+        (["--heads", "0"], "heads cannot be told from a width of 16"),
         (["--reductions", "none"], "'none' is always measured"),
         (["--reductions", "cropr"], "reducer_0.* is missing"),
         (["--reductions", "cropper"], "found 'cropper'"),
@@ -245,6 +254,10 @@ def test_labels_beyond_the_classes(place):
         off_the_shelf.main(arguments(place))
 
 
-def test_weights_that_are_no_whole_vit():
-    with pytest.raises(ConfigError, match="'cls_token' is missing"):
-        off_the_shelf.model_fields({"pos_embed": np.zeros((1, 5, 8))})
+def test_weights_that_are_no_whole_vit(place):
+    weights = state_dict(np.random.default_rng(0))
+    for lost, message in (("pos_embed", "'pos_embed', which tells"), ("norm", "no whole ViT")):
+        kept = {name: array for name, array in weights.items() if not name.startswith(lost)}
+        np.savez(place / "part.npz", **kept)
+        with pytest.raises(ConfigError, match=message):
+            off_the_shelf.main(arguments(place, "--weights", str(place / "part.npz")))
