@@ -12,7 +12,6 @@ names, and both are taken by `config.init`; `timm` writes the backbone for PyTor
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -139,8 +138,8 @@ def of_source(
       ConfigError: if it lacks what tells its size, or the image is no multiple of the patch.
     """
     fields = architecture.model_fields(source)
-    patch = patch or fields["patch"]
-    image_size = image_size or fields["image_size"]
+    patch = fields["patch"] if patch is None else patch
+    image_size = fields["image_size"] if image_size is None else image_size
     if image_size[0] % patch[0] or image_size[1] % patch[1]:
         raise ConfigError(f"--image_size: {image_size} is not a multiple of the patch {patch}")
     grid = image_size[0] // patch[0], image_size[1] // patch[1]
@@ -185,7 +184,7 @@ def write(dst: str, to: str, params: Mapping[str, np.ndarray], grid: tuple[int, 
     if to == "timm":
         files.write_safetensors(path, to_timm.rename(params), {"format": "pt"})
     elif to == "safetensors":
-        metadata = {"format": "cropr_jax", "version": __version__, "grid": json.dumps(grid)}
+        metadata = {"format": "cropr_jax", "version": __version__, "grid": f"{grid[0]}x{grid[1]}"}
         files.write_safetensors(path, params, metadata)
     else:
         _write_orbax(path, unflatten_dict(dict(params), sep="/"))

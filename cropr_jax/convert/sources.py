@@ -13,7 +13,6 @@ Nothing is computed here but small tables: arrays stay views of the file.
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -105,9 +104,9 @@ def recognise(
         two of them mean the same parameter.
     """
     if any(re.match(r"block_\d+/", name) for name in arrays):
-        grid = json.loads((metadata or {}).get("grid", "null"))
+        grid = re.fullmatch(r"(\d{1,5})x(\d{1,5})", (metadata or {}).get("grid", ""))
         leaves = {name: Leaf(name, array, array.shape) for name, array in arrays.items()}
-        return Source("cropr_jax", leaves, {}, grid=grid and (int(grid[0]), int(grid[1])))
+        return Source("cropr_jax", leaves, {}, grid=grid and (int(grid[1]), int(grid[2])))
     if flax_vit.is_flax(arrays):
         return _flax(arrays)
     names = {name: re.sub(f"^{TORCH_PREFIX}", "", name) for name in arrays}

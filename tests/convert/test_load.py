@@ -254,7 +254,7 @@ def test_a_grid_of_as_many_patches(tmp_path):
     assert loaded.notes() == ["positions resampled from 4 x 4 to 2 x 8"]
     assert np.abs(loaded.params["pos_embed"] - flat["pos_embed"]).max() > 0.01
     # Our own say what they are.
-    path = write(tmp_path / "ours.safetensors", flat, grid="[2, 8]")
+    path = write(tmp_path / "ours.safetensors", flat, grid="2x8")
     loaded = load(path, model)
     assert not loaded.notes()
     np.testing.assert_array_equal(loaded.params["pos_embed"], flat["pos_embed"])

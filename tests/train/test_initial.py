@@ -1,5 +1,10 @@
 """Starting from weights: a head for other classes, another grid, a file of another model."""
 
+import json
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +15,9 @@ from cropr_jax import models
 from cropr_jax.convert.files import write_safetensors
 from cropr_jax.convert.to_timm import rename
 from cropr_jax.errors import ConfigError
-from cropr_jax.train import checkpoints, initial
+from cropr_jax.train import checkpoints, initial, recipe
 from cropr_jax.train.checkpoints import Checkpoints
-from cropr_jax.train.optimizer import TrainState, flatten
+from cropr_jax.train.optimizer import TrainState, flatten, unflatten
 
 
 def tiny(**kwargs):
@@ -41,9 +46,9 @@ def test_head_for_other_classes_is_fresh(run):
 
 def test_what_is_fresh_is_what_an_initialization_gives(run):
     path, _ = run
-    key = jax.random.key(5)
-    got, _ = initial.initial_params(path, tiny(num_classes=6), key)
-    whole = models.init(tiny(num_classes=6), key)
+    model, key = tiny(num_classes=6, reduction={"name": "none"}), jax.random.key(5)
+    got, _ = initial.initial_params(path, model, key)
+    whole = models.init(model, key)
     np.testing.assert_array_equal(got["head"]["kernel"], whole["head"]["kernel"])
     assert jax.tree.structure(got) == jax.tree.structure(whole)
 
@@ -102,3 +107,56 @@ def test_what_is_no_file(tmp_path):
         initial.initial_params(str(tmp_path / "x.bin"), tiny(), jax.random.key(0))
     with pytest.raises(ConfigError, match="config.init: .* is not a readable checkpoint"):
         initial.initial_params(str(tmp_path), tiny(), jax.random.key(0))
+
+
+ON_ONE_DEVICE = """
+import sys, jax, numpy as np
+import cropr_jax
+from cropr_jax import models
+from cropr_jax.inference import slim_leaves
+from cropr_jax.train.initial import initial_params
+from cropr_jax.train.optimizer import flatten
+
+workdir, out = sys.argv[1:]
+assert jax.device_count() == 1
+predictor = cropr_jax.load(workdir)
+params, notes = initial_params(workdir, predictor.model.clone(slim=False), jax.random.key(0))
+assert not notes, notes
+np.savez(out, **flatten(params), query=predictor.params["reducer_0"]["scorer"]["query"])
+"""
+
+
+def test_a_run_of_eight_devices_starts_and_predicts_on_one(run, tmp_path):
+    _, stored = run
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = {
+        name: jax.device_put(
+            leaf,
+            jax.NamedSharding(mesh, jax.P("fsdp") if leaf.shape[0] % 8 == 0 else jax.P()),
+        )
+        for name, leaf in stored.items()
+    }
+    config = tiny_config.get_config()
+    with Checkpoints(tmp_path) as saved:
+        saved.save(1, TrainState(jnp.asarray(1), unflatten(spread), (), None))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model": config.model.to_dict(), "preprocess": {}})
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    subprocess.run(
+        [sys.executable, "-c", ON_ONE_DEVICE, str(tmp_path), str(tmp_path / "out.npz")],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        check=True,
+    )
+    with np.load(tmp_path / "out.npz") as found:
+        query = np.asarray(stored["reducer_0/scorer/queries"]).sum(0)
+        np.testing.assert_allclose(found["query"], query, atol=1e-6)
+        for name, leaf in stored.items():
+            np.testing.assert_array_equal(found[name], leaf, err_msg=name)
+
+
+def test_unknown_rules_are_refused_early():
+    config = tiny_config.get_config()
+    config.init_resampling = "lanczos"
+    with pytest.raises(ConfigError, match="config.init_resampling: found 'lanczos', expected"):
+        recipe.resolve(config)
