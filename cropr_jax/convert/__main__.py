@@ -138,15 +138,14 @@ def of_source(
       ConfigError: if it lacks what tells its size, or the image is no multiple of the patch.
     """
     fields = architecture.model_fields(source)
-    patch = fields["patch"] if patch is None else patch
-    image_size = fields["image_size"] if image_size is None else image_size
-    if image_size[0] % patch[0] or image_size[1] % patch[1]:
-        raise ConfigError(f"--image_size: {image_size} is not a multiple of the patch {patch}")
-    grid = image_size[0] // patch[0], image_size[1] // patch[1]
+    height, width = image_size or fields["image_size"]
+    kernel = patch or fields["patch"]
+    if height % kernel[0] or width % kernel[1]:
+        raise ConfigError(f"--image_size: {height}x{width} is not a multiple of the patch {kernel}")
+    grid = height // kernel[0], width // kernel[1]
     shapes = {name: tuple(leaf.array.shape) for name, leaf in source.leaves.items()}
-    width = fields["width"]
-    shapes["pos_embed"] = (1, source.prefix + grid[0] * grid[1], width)
-    shapes["patch_embed/kernel"] = (*patch, *shapes["patch_embed/kernel"][2:])
+    shapes["pos_embed"] = (1, source.prefix + grid[0] * grid[1], fields["width"])
+    shapes["patch_embed/kernel"] = (*kernel, *shapes["patch_embed/kernel"][2:])
     return Target(shapes, grid)
 
 
