@@ -149,6 +149,34 @@ class Predictor:
             made.append(np.asarray(preprocess.eval_image(preprocess.decode(image), settings)))
         return np.stack(made)
 
+    def normalization(self, dtype: Any) -> tuple[np.ndarray, np.ndarray] | None:
+        """(mean, std) for uint8 images, None for floats, which are normalised already.
+
+        Raises:
+          ConfigError: for uint8 without `preprocess` settings.
+        """
+        if dtype != np.uint8:
+            return None
+        settings = self._settings()
+        return np.asarray(settings["mean"], np.float32), np.asarray(settings["std"], np.float32)
+
+    def export(self, path: str | Path, *, format: str = "jax", input: str | None = None) -> None:
+        """Writes one file that gives these logits in programs without cropr_jax.
+
+        Args:
+          path: of a file that does not exist.
+          format: 'jax' for a `jax.export` program (cpu, cuda and tpu), see `cropr_jax.export`; or
+            'onnx', in float32 and for methods that draw nothing at random.
+          input: 'uint8' for images as `predict` takes them, 'float32' for normalised ones; by
+            default the former if `preprocess` is known. Any batch size.
+
+        Raises:
+          ConfigError: if that cannot be; nothing is written then.
+        """
+        from cropr_jax import export
+
+        export.export(self, path, format, input)
+
     def _settings(self) -> dict[str, Any]:
         if self.preprocess is None:
             raise ConfigError(
@@ -182,10 +210,7 @@ class Predictor:
     ) -> tuple[float, float]:
         if (shape, dtype, outputs) in self._compiled:
             return 0.0, 0.0
-        normalize = None
-        if dtype == np.uint8:
-            settings = self._settings()
-            normalize = np.float32(settings["mean"]), np.float32(settings["std"])
+        normalize = self.normalization(dtype)
         function = jax.jit(functools.partial(forward, self.model, normalize, outputs))
         start = time.perf_counter()
         lowered = function.lower(self.params, jax.ShapeDtypeStruct(shape, dtype))

@@ -1,0 +1,1 @@
+"""Models as ONNX graphs: jaxprs, written out operator by operator."""
