@@ -11,8 +11,21 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from cropr_jax.errors import ConfigError
+from cropr_jax.reducers.registry import REDUCERS
 
-REDUCTIONS = ("cropr", "none", "random", "variance", "attn_topk", "non_salient")
+REDUCTIONS = (
+    "cropr",
+    "none",
+    "random",
+    "variance",
+    "attn_topk",
+    "non_salient",
+    "kmedoids",
+    "ats",
+    "dpc_knn",
+    "evit",
+    "tome",
+)
 SCHEDULES = ("per_block", "three_stage", "aggressive")
 FUSIONS = ("llf", "none")
 
@@ -40,7 +53,18 @@ OPTIONS = {
     "cropr": CROPR_OPTIONS,
     "non_salient": CROPR_OPTIONS,
     "attn_topk": {"source": "cls_row", "inverse": False},
+    # 'tokenreduction': what JoakimHaurum/TokenReduction does where it differs from the paper.
+    "kmedoids": {"iterations": 3, "variant": "paper"},
+    "ats": {"variant": "paper"},
+    "dpc_knn": {"neighbours": 5, "equal_weight": False},
+    "evit": {"fuse": True, "renormalise": False},
+    # Off for MAE-pretrained models that are not trained with ToMe.
+    "tome": {"proportional": True},
 }
+
+# The paper's Pool column, where it differs from the backbone's own: CLS where the method reads it,
+# and for merged tokens the mean over the patches that they stand for.
+POOLS = {"attn_topk": "cls", "ats": "cls", "evit": "cls", "tome": "mean_size_weighted"}
 
 # `runlocal` keeps everything but the sizes: depth, data and batch shrink, and so do images that are
 # larger than this unless `res` is given.
@@ -52,7 +76,7 @@ SHARED = {
     "reduction": "cropr",
     "schedule": "per_block",
     "r": -1,  # negative: the recipe's own
-    "fusion": "",  # empty: LLF, but none with schedule=aggressive
+    "fusion": "",  # empty: LLF, but none with schedule=aggressive or where the method refuses it
     "res": 0,  # 0: the recipe's own
     "seed": 0,
     "runlocal": False,
@@ -93,7 +117,10 @@ def parse_arg(arg: str | None, variants: Sequence[str] = (), **defaults: Any) ->
     ):
         if parsed[key] not in options:
             raise ConfigError(f"--config {key}: found {parsed[key]!r}, expected one of {options}")
-    parsed.fusion = parsed.fusion or ("none" if parsed.schedule == "aggressive" else "llf")
+    if not parsed.fusion:
+        method = REDUCERS.get(parsed.reduction)
+        refuses = parsed.schedule == "aggressive" or (method and method().refuses_fusion)
+        parsed.fusion = "none" if refuses else "llf"
     return parsed
 
 
@@ -203,8 +230,8 @@ def reduction(arg: Mapping[str, Any], rate: int, patches: int) -> ConfigDict:
 
 
 def pool(arg: Mapping[str, Any], default: str) -> str:
-    """The default, or 'cls' where the method reads the CLS token (the paper's Pool column)."""
-    return "cls" if arg["reduction"] == "attn_topk" else default
+    """The pool of the method, or the default; a backbone that pools CLS does so with any method."""
+    return default if default == "cls" else POOLS.get(arg["reduction"], default)
 
 
 def run_locally(config: ConfigDict, schedule: str) -> ConfigDict:

@@ -26,9 +26,11 @@ normal_init = nn.initializers.normal(0.02)
 xavier_init = nn.initializers.xavier_uniform()
 
 # What a reducer may ask of a block's attention, or of the image (`pixels`).
-NEEDS = frozenset({"cls_row", "col_mean", "pixels"})
+NEEDS = frozenset({"cls_row", "col_mean", "col_mean_all", "k_mean", "v_norm", "pixels"})
 # Query rows in one chunk of `col_mean`: the b x h x t x t matrix never exists as a whole.
 COL_MEAN_CHUNK = 64
+# Channels that `fold_bias` adds: cuDNN takes head widths in steps of 8.
+BIAS_CHANNELS = 8
 
 
 def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -147,15 +149,75 @@ def attend(
     return jnp.einsum("bhts,bhsk->bhtk", weights, value).transpose(0, 2, 1, 3)
 
 
-def cls_row(query: Float[Array, "b t h k"], key: Float[Array, "b t h k"]) -> Float[Array, "b h t"]:
+def attend_masked(
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b t h k"],
+    value: Float[Array, "b t h k"],
+    policy: Float[Array, "b t"],
+) -> Float[Array, "b t h k"]:
+    """Softmax attention in which a token of policy 0 is seen by itself alone.
+
+    The exponentials are multiplied by the policy, 1 on the diagonal, so that the policy gets a
+    gradient where it is 0. For tokens of policy 1 the result is that without the others, up to 1e-6
+    (a constant of the released code, which keeps the sum from 0).
+
+    Source: Rao et al. 2021, Eq. 11; raoyongming/DynamicViT: models/dyvit.py.
+    """
+    count, small = policy.shape[1], 1e-6
+    logits = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=jnp.float32)
+    logits *= query.shape[-1] ** -0.5
+    logits -= lax.stop_gradient(logits.max(-1, keepdims=True))
+    seen = jnp.where(jnp.eye(count, dtype=bool), 1.0, policy[:, None, None])
+    weights = jnp.exp(logits) * seen
+    weights = (weights + small / count) / (weights.sum(-1, keepdims=True) + small)
+    return jnp.einsum("bhts,bshk->bthk", weights.astype(value.dtype), value)
+
+
+def fold_bias(
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b s h k"],
+    value: Float[Array, "b s h k"],
+    key_bias: Float[Array, "b s"],
+) -> tuple[Float[Array, "b t h c"], Float[Array, "b s h c"], Float[Array, "b s h c"]]:
+    """A bias on keys as further channels, for kernels without one: c = k + 8, the scale that of k.
+
+    cuDNN's kernel takes a bias for every pair of tokens only, and in training none for an odd
+    number of them. In half precision the bias is the sum of two channels, its value and what
+    rounding left of it.
+    """
+    bias = lax.stop_gradient(key_bias) * query.shape[-1] ** 0.5
+    high = bias.astype(key.dtype)
+    low = (bias - high.astype(jnp.float32)).astype(key.dtype)
+    extra = jnp.stack([high, low], axis=-1)[:, :, None]
+    extra = jnp.broadcast_to(extra, (*key.shape[:3], 2))
+
+    def widen(x: jax.Array, *parts: jax.Array) -> jax.Array:
+        x = jnp.concatenate([x, *parts], axis=-1)
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, value.shape[-1] + BIAS_CHANNELS - x.shape[-1])])
+
+    ones = jnp.ones((*query.shape[:3], 2), query.dtype)
+    return widen(query, ones), widen(key, extra), widen(value)
+
+
+def cls_row(
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b t h k"],
+    key_bias: Float[Array, "b t"] | None = None,
+) -> Float[Array, "b h t"]:
     """Softmax attention of the first token, recomputed so that attention itself stays fused."""
     scale = query.shape[-1] ** -0.5
     logits = jnp.einsum("bhk,bthk->bht", query[:, 0], key, preferred_element_type=jnp.float32)
-    return nn.softmax(logits * scale, axis=-1)
+    logits *= scale
+    if key_bias is not None:
+        logits += key_bias[:, None]
+    return nn.softmax(logits, axis=-1)
 
 
 def col_mean(
-    query: Float[Array, "b t h k"], key: Float[Array, "b t h k"], skip: int
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b t h k"],
+    skip: int,
+    key_bias: Float[Array, "b t"] | None = None,
 ) -> Float[Array, "b t"]:
     """Mean attention that every token receives, over heads and the queries after the first `skip`.
 
@@ -167,7 +229,10 @@ def col_mean(
     for start in range(skip, query.shape[1], COL_MEAN_CHUNK):
         chunk = query[:, start : start + COL_MEAN_CHUNK]
         logits = jnp.einsum("bshk,bthk->bhst", chunk, key, preferred_element_type=jnp.float32)
-        total += nn.softmax(logits * scale, axis=-1).sum((1, 2))
+        logits *= scale
+        if key_bias is not None:
+            logits += key_bias[:, None, None]
+        total += nn.softmax(logits, axis=-1).sum((1, 2))
     return total / (rows * query.shape[2])
 
 
@@ -178,7 +243,7 @@ class Attention(nn.Module):
       heads: number of heads.
       use_key_bias: false for EVA-02. Without rotation the softmax cancels a bias on k, with it not.
       needs: what to compute beside the output, names of `NEEDS`.
-      prefix: number of prefix tokens; they do not vote in `col_mean`.
+      prefix: number of prefix tokens; they do not vote in `col_mean`, but in `col_mean_all`.
       implementation: 'auto', 'xla' or 'cudnn'.
       dtype: compute dtype.
     """
@@ -196,13 +261,15 @@ class Attention(nn.Module):
         x: Float[Array, "b t d"],
         key_bias: Float[Array, "b t"] | None = None,
         angles: Float[Array, "b t a"] | None = None,
+        policy: Float[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t d"], dict[str, jax.Array]]:
         """Returns the attention output and what `needs` names.
 
         Args:
           x: normalised tokens.
-          key_bias: added to the logits of each key, over all heads and queries.
+          key_bias: float32, added to the logits of each key, over all heads and queries.
           angles: by which queries and keys are turned (`rope_angles`), 0 for prefix tokens.
+          policy: see `attend_masked`, which then computes the output, without `key_bias`.
         """
         width = x.shape[-1]
         if width % self.heads:
@@ -215,30 +282,42 @@ class Attention(nn.Module):
         query = project(name="query")(x)
         key = project(name="key", use_bias=self.use_key_bias)(x)
         value = project(name="value")(x)
+        extras = {}
+        if "k_mean" in self.needs:  # before the rotation: what a token holds, not where it stands
+            extras["k_mean"] = lax.stop_gradient(key.astype(jnp.float32).mean(2))
+        if "v_norm" in self.needs:
+            values = lax.stop_gradient(value).astype(jnp.float32)
+            extras["v_norm"] = jnp.linalg.norm(values, axis=-1).transpose(0, 2, 1)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
         implementation = choose_attention(
             self.implementation,
             backend=jax.default_backend(),
             dtype=query.dtype,
-            head_width=head_width,
+            head_width=head_width + (0 if key_bias is None else BIAS_CHANNELS),
         )
-        bias = None if key_bias is None else key_bias[:, None, None, :].astype(query.dtype)
-        if implementation == "cudnn":
+        if policy is not None:
+            mixed = attend_masked(query, key, value, policy)
+        elif implementation == "cudnn":
+            folded = query, key, value
+            if key_bias is not None:
+                folded = fold_bias(query, key, value, key_bias)
             mixed = jax.nn.dot_product_attention(
-                query, key, value, bias=bias, implementation="cudnn"
-            )
+                *folded, scale=head_width**-0.5, implementation="cudnn"
+            )[..., :head_width]
         else:
+            bias = None if key_bias is None else key_bias[:, None, None, :]
             mixed = attend(query, key, value, bias)
         out = nn.DenseGeneral(
             width, axis=(-2, -1), dtype=self.dtype, kernel_init=xavier_init, name="out"
         )(mixed)
 
-        extras = {}
         if "cls_row" in self.needs:
-            extras["cls_row"] = cls_row(query, key)
+            extras["cls_row"] = cls_row(query, key, key_bias)
         if "col_mean" in self.needs:
-            extras["col_mean"] = col_mean(query, key, self.prefix)
+            extras["col_mean"] = col_mean(query, key, self.prefix, key_bias)
+        if "col_mean_all" in self.needs:
+            extras["col_mean_all"] = col_mean(query, key, 0, key_bias)
         return out, extras
 
 

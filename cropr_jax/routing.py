@@ -111,7 +111,14 @@ def split(tokens: Tokens, order: Int[Array, "b m"], keep: int) -> tuple[Tokens, 
         value = getattr(tokens, name)
         if value is not None:
             kept[name], pruned[name] = divide(value, permutation, count)
-    return tokens.replace(**kept), tokens.replace(**pruned, prefix=0)
+    # Patches of pruned tokens are in no token, which a group cannot say.
+    return tokens.replace(**kept, group=None), tokens.replace(**pruned, group=None, prefix=0)
+
+
+def regroup(tokens: Tokens, destination: Int[Array, "b m"]) -> Int[Array, "b g"]:
+    """`Tokens.group` once every patch token has moved into the token at its `destination`."""
+    group = invert(tokens.index) if tokens.group is None else tokens.group
+    return take(destination, group)
 
 
 def raster_order(tokens: Tokens) -> Tokens:

@@ -8,11 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 # Fields are not annotated with shapes: a pytree is also built from shardings, `ShapeDtypeStruct`s
 # and other leaves that are no arrays.
 Leaf = Any
+
+# Added to the attention logits of padding. Finite: a row of -inf alone would turn into NaN.
+MASKED = -1e9
 
 
 @struct.dataclass
@@ -27,8 +30,13 @@ class Tokens:
         None: those of `index`. Read them through `coordinates`.
       size: [b, p+m] float32, how many patches a token stands for (merging methods), or None: one.
       valid: [b, p+m] bool, false for the padding of budgeted methods, or None: all are valid.
+      group: [b, h*w] int32, which of the m patch tokens holds each patch of the image (merging
+        methods), or None.
+      policy: [b, p+m] float32, 0 for tokens that a method hides from all others instead of removing
+        them, so that it can learn from them, 1 for the rest; or None.
       grid: (h, w) of the full patch grid; static.
       prefix: p; static.
+      proportional: whether self-attention counts a token as often as `size` says; static.
     """
 
     x: Leaf
@@ -36,8 +44,11 @@ class Tokens:
     position: Leaf = None
     size: Leaf = None
     valid: Leaf = None
+    group: Leaf = None
+    policy: Leaf = None
     grid: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
     prefix: int = struct.field(pytree_node=False, default=0)
+    proportional: bool = struct.field(pytree_node=False, default=True)
 
     @property
     def patches(self) -> int:
@@ -54,6 +65,29 @@ class Tokens:
         place = jnp.maximum(self.index, 0)
         width = self.grid[1]
         return jnp.stack([place // width, place % width], axis=-1).astype(jnp.float32)
+
+    def key_bias(self) -> Float[Array, "b t"] | None:
+        """What self-attention adds to the logits of each token as a key; None for nothing.
+
+        The log of the size makes a token weigh as much as that many equal ones (proportional
+        attention: Bolya et al. 2023, Eq. 1). Padding is masked.
+        """
+        bias = None
+        if self.size is not None and self.proportional:
+            bias = jnp.log(self.size)
+        if self.valid is not None:
+            bias = jnp.where(self.valid, 0.0 if bias is None else bias, MASKED)
+        return bias
+
+
+def unmerge(x: Float[Array, "b m d"], group: Int[Array, "b g"]) -> Float[Array, "b g d"]:
+    """Features of every patch of the image: those of the token that holds it.
+
+    Args:
+      x: patch tokens, without the prefix.
+      group: `Tokens.group`.
+    """
+    return jnp.take_along_axis(x, group[:, :, None], axis=1)
 
 
 def from_features(x: Float[Array, "b t d"], grid: tuple[int, int], prefix: int) -> Tokens:

@@ -11,7 +11,19 @@ from cropr_jax.errors import ConfigError
 from cropr_jax.train.recipe import check_names, leaves, plain, resolve
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-REDUCTIONS = ("cropr", "none", "random", "variance", "attn_topk", "non_salient")
+REDUCTIONS = (
+    "cropr",
+    "none",
+    "random",
+    "variance",
+    "attn_topk",
+    "non_salient",
+    "kmedoids",
+    "ats",
+    "dpc_knn",
+    "evit",
+    "tome",
+)
 
 
 def get_config(name, arg):

@@ -37,13 +37,17 @@ class Macs:
         return Macs(self.linear + other.linear, self.attention + other.attention)
 
 
-def block_macs(tokens: int, width: int, hidden: int, mlp: str = "gelu") -> Macs:
+def block_macs(
+    tokens: int, width: int, hidden: int, mlp: str = "gelu", mlp_tokens: int | None = None
+) -> Macs:
     """A transformer block: four projections, an MLP, and the two attention products.
 
-    A GELU MLP has two kernels, a gated one three.
+    A GELU MLP has two kernels, a gated one three. It sees `mlp_tokens` where a site in the middle
+    of the block leaves fewer than `tokens`.
     """
     kernels = 2 if mlp == "gelu" else 3
-    linear = 4 * tokens * width**2 + kernels * tokens * width * hidden
+    after = tokens if mlp_tokens is None else mlp_tokens
+    linear = 4 * tokens * width**2 + kernels * after * width * hidden
     return Macs(linear, 2 * tokens**2 * width)
 
 
@@ -51,12 +55,21 @@ def site_macs(model: ViT, tokens: int) -> Macs:
     """What a site adds at inference, of `tokens` before it (the prefix counted).
 
     Cropr's slim form adds nothing (one dot product a token), nor does its full form. The multi-head
-    ablation in its full form projects the tokens to keys, and the queries. Attn Top-K by column
-    means recomputes Q K^T for the queries that are patches.
+    ablation in its full form projects the tokens to keys, and the queries. What needs column means
+    recomputes Q K^T, Attn Top-K for the queries that are patches. Clustering methods compare all
+    patches with all others, ToMe half of them with the other half in the width of a head.
     """
     reducer = model.make_reducer()
+    patches = tokens - model.prefix
+    products = {
+        "dpc_knn": patches**2 * model.width,
+        "kmedoids": (patches**2 + tokens**2) * model.width,
+        "tome": patches**2 // 4 * (model.width // model.heads),
+    }
+    if model.reduction in products:
+        return Macs(0, products[model.reduction])
     if "col_mean" in reducer.needs:
-        return Macs(0, (tokens - model.prefix) * tokens * model.width)
+        return Macs(0, patches * tokens * model.width)
     if isinstance(reducer, Cropr) and reducer.projections and not model.slim:
         return Macs((tokens + model.num_queries) * model.width**2)
     return Macs()
@@ -72,8 +85,8 @@ def breakdown(model: ViT) -> dict[str, Macs]:
     patches = height * width
     features = 3 * model.patch[0] * model.patch[1]
     parts = {"patch_embed": Macs(patches * features * model.width)}
-    for i, tokens in enumerate(model.block_inputs()):
-        parts[f"block_{i}"] = block_macs(tokens, model.width, model.hidden, model.mlp)
+    for i, (tokens, after) in enumerate(zip(model.block_inputs(), model.mlp_inputs(), strict=True)):
+        parts[f"block_{i}"] = block_macs(tokens, model.width, model.hidden, model.mlp, after)
     totals = (patches + model.prefix, *model.schedule.tokens(patches, model.prefix))
     for site, tokens in enumerate(totals[:-1]):
         parts[f"reducer_{site}"] = site_macs(model, tokens)

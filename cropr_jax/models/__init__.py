@@ -1,7 +1,8 @@
 """Models by name, their parameters, and their slim inference form."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -117,23 +118,54 @@ def check_heads(fields: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def check_positions(model: ViT, reducer: Reducer) -> None:
-    """Refuses a method that keeps no positions where they are needed.
+    """Refuses Last Layer Fusion and rotary embeddings with methods that cannot serve them.
 
     Raises:
       ConfigError: naming the field.
     """
-    if reducer.keeps_positions:
-        return
-    if model.fusion == "llf":
+    if model.fusion == "llf" and reducer.refuses_fusion:
         raise ConfigError(
-            f"config.model.reduction.fusion: {model.reduction!r} keeps no positions, so pruned "
-            "tokens cannot be put back; use 'none'"
+            f"config.model.reduction.fusion: {model.reduction!r} {reducer.refuses_fusion}, so "
+            "pruned tokens cannot be put back; use 'none'"
         )
-    if model.rope_reference is not None:
+    if model.rope_reference is not None and not reducer.keeps_positions:
         raise ConfigError(
             f"config.model.reduction.name: {model.reduction!r} keeps no positions, which the "
             "rotary embeddings of this model need; use another method, or a plain ViT"
         )
+
+
+def check_caps(model: ViT, reducer: Reducer, rate: int, remake: Callable[[int], Schedule]) -> None:
+    """Refuses a schedule that removes more at a site than the method can.
+
+    Args:
+      model: with the schedule.
+      reducer: of any site.
+      rate: R of the schedule.
+      remake: the same schedule with another rate.
+
+    Raises:
+      ScheduleError: naming the block, and the largest rate that every site can meet.
+    """
+    patches = model.grid[0] * model.grid[1]
+
+    def excess(schedule: Schedule) -> tuple[int, int, int] | None:
+        left = (patches, *schedule.patches(patches))
+        for (block, removed), before in zip(schedule.sites, left, strict=False):
+            if removed > reducer.most(before):
+                return block, removed, before
+        return None
+
+    found = excess(model.schedule)
+    if found is None:
+        return
+    block, removed, before = found
+    largest = next(r for r in range(rate - 1, -1, -1) if excess(remake(r)) is None)
+    raise ScheduleError(
+        f"config.model.reduction (rate {rate}): at block {block} {model.reduction!r} can remove at "
+        f"most {reducer.most(before)} of {before} patch tokens, not {removed}; the largest rate of "
+        f"this schedule is {largest}"
+    )
 
 
 def create(config: Mapping[str, Any]) -> ViT:
@@ -167,16 +199,15 @@ def create(config: Mapping[str, Any]) -> ViT:
     check_heads(fields, options)
     name = choose("model.reduction.name", reduction["name"], ("none", *sorted(REDUCERS)))
     fusion = choose("model.reduction.fusion", reduction.get("fusion", "llf"), fusions.FUSIONS)
-    schedule = Schedule(fields["depth"])
-    if name != "none":
-        schedule = make_schedule(
-            reduction.get("schedule", "per_block"),
-            reduction["rate"],
-            depth=fields["depth"],
-            patches=grid[0] * grid[1],
-            prefix=prefix,
-            fusion=fusion == "llf",
-        )
+    remake = functools.partial(
+        make_schedule,
+        reduction.get("schedule", "per_block"),
+        depth=fields["depth"],
+        patches=grid[0] * grid[1],
+        prefix=prefix,
+        fusion=fusion == "llf",
+    )
+    schedule = Schedule(fields["depth"]) if name == "none" else remake(reduction["rate"])
     try:
         model = ViT(
             image_size=image_size,
@@ -197,6 +228,7 @@ def create(config: Mapping[str, Any]) -> ViT:
         )
     if reducer is not None:
         check_positions(model, reducer)
+        check_caps(model, reducer, reduction["rate"], remake)
     return model
 
 

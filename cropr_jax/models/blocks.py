@@ -85,7 +85,9 @@ class Block(nn.Module):
         self, tokens: Tokens, draw: Float[Array, "b"] | None
     ) -> tuple[Tokens, dict[str, jax.Array]]:
         """Attention branch. Returns tokens and what `needs` names."""
-        branch, extras = self.attn(self.norm1(tokens.x), angles=self.angles(tokens))
+        branch, extras = self.attn(
+            self.norm1(tokens.x), tokens.key_bias(), self.angles(tokens), tokens.policy
+        )
         if self.layer_scale is not None:
             branch = self.layer_scale1(branch)
         return tokens.replace(x=tokens.x + drop_path(branch, self.drop_path, draw)), extras
@@ -135,6 +137,9 @@ def pool(tokens: Tokens, name: str) -> Float[Array, "b d"]:
     weights = jnp.ones(x.shape[:2], jnp.float32) if tokens.valid is None else tokens.valid
     if name == "mean_size_weighted" and tokens.size is not None:
         weights = weights * tokens.size
+    if tokens.policy is not None:
+        weights = weights * tokens.policy
     weights = weights[:, start:].astype(jnp.float32)
     total = jnp.einsum("btd,bt->bd", x[:, start:].astype(jnp.float32), weights)
-    return (total / weights.sum(1, keepdims=True)).astype(x.dtype)
+    # A policy may have dropped every patch.
+    return (total / jnp.maximum(weights.sum(1, keepdims=True), 1e-6)).astype(x.dtype)

@@ -124,6 +124,17 @@ class ViT(nn.Module):
         return self.schedule.block_inputs(height * width, self.prefix, self.fused)
 
     @nn.nowrap
+    def mlp_inputs(self) -> tuple[int, ...]:
+        """Tokens that enter each block's MLP: fewer than the block's after a site in its middle."""
+        inputs = self.block_inputs()
+        if self.reduction == "none" or self.make_reducer().hook == "after":
+            return inputs
+        height, width = self.grid
+        left = self.schedule.tokens(height * width, self.prefix)
+        after = dict(zip(self.schedule.blocks, left, strict=True))
+        return tuple(after.get(block, tokens) for block, tokens in enumerate(inputs, start=1))
+
+    @nn.nowrap
     def make_reducer(self, **kwargs: Any) -> Reducer:
         """The reducer of one site."""
         return REDUCERS[self.reduction](
@@ -175,7 +186,9 @@ class ViT(nn.Module):
           `sites` (all outputs of each site), `kept` and `pruned` (raster indices of each site, in
           descending order of score), `pruned_after` (see `routing.pruned_after`), `features` (the
           tokens that leave each block), `embedded`, `pooled`, and `pre_logits`, what the head sees.
-          Under `jit` what is unused is free.
+          Methods that merge have `group` [b, h, w] (see `Tokens`) instead of `pruned` and
+          `pruned_after`, and -1 in `kept` where a token is no single patch. Under `jit` what is
+          unused is free.
 
         Raises:
           ValueError: if the images have another size, or random numbers are needed without keys.
@@ -195,14 +208,14 @@ class ViT(nn.Module):
         embedded = tokens.x
         draws = self.draw_drop_path(train, keys)
 
-        removed_after = dict(self.schedule.sites)
+        left = self.schedule.patches(self.grid[0] * self.grid[1])
         block_class = nn.remat(Block, methods=("attend", "feed_forward")) if self.remat else Block
         sites, kept, pruned, features = [], [], [], []
         for i, rate in enumerate(self.drop_rates()):
             if i == self.depth - 1 and self.fused:
                 tokens = fusion.last_layer_fusion(tokens, pruned)
-            removed = removed_after.get(i + 1)
-            reducer = None if removed is None else self.make_reducer(name=f"reducer_{len(sites)}")
+            is_site = i + 1 in self.schedule.blocks
+            reducer = self.make_reducer(name=f"reducer_{len(sites)}") if is_site else None
             block = block_class(
                 heads=self.heads,
                 hidden=self.hidden,
@@ -226,9 +239,8 @@ class ViT(nn.Module):
                     features.append(tokens.x)
                 if reducer and reducer.hook == hook:
                     context = self.context(len(sites), pixels, extras, reducer, keys)
-                    tokens, gone, out = reducer(
-                        tokens, context, keep=tokens.patches - removed, train=train
-                    )
+                    keep = left[len(sites)]
+                    tokens, gone, out = reducer(tokens, context, keep=keep, train=train)
                     sites.append(out)
                     kept.append(tokens.index)
                     if gone is not None:
@@ -250,6 +262,8 @@ class ViT(nn.Module):
             out["pruned_after"] = routing.pruned_after(
                 survivors, out["pruned"], self.schedule.blocks, self.grid
             )
+        if tokens.group is not None:
+            out["group"] = tokens.group.reshape(-1, *self.grid)
         return logits, out
 
     def embed(self, pixels: Float[Array, "b m f"]) -> Tokens:

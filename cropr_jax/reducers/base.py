@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from cropr_jax import routing
 from cropr_jax.layers import Dtype
@@ -24,14 +24,22 @@ class Context:
     Attributes:
       keys: [b] random keys, one per example, already folded with the site.
       pixels: [b, h*w, ph*pw*channels] the patches of the model input, in raster order.
-      cls_row: [b, h, p+m] attention of the CLS token in the block just before the site.
-      col_mean: [b, p+m] mean attention that each token receives there.
+      cls_row: [b, h, p+m] attention of the CLS token in the block of the site.
+      col_mean: [b, p+m] mean attention that each token receives there from the patch tokens.
+      col_mean_all: [b, p+m] the same, from all tokens.
+      k_mean: [b, p+m, d/h] keys there, averaged over heads, before any rotation.
+      v_norm: [b, h, p+m] norm of the values there.
+
+    The last two send no gradient back: they choose tokens.
     """
 
     keys: Any = None
     pixels: Any = None
     cls_row: Any = None
     col_mean: Any = None
+    col_mean_all: Any = None
+    k_mean: Any = None
+    v_norm: Any = None
 
     def require_keys(self, who: str) -> jax.Array:
         """The keys.
@@ -72,6 +80,9 @@ class Reducer(nn.Module):
 
     hook: ClassVar[str] = "after"
     keeps_positions: ClassVar[bool] = True
+    # Parameters whose shape holds the number of outputs k, and on which axis: weights that are
+    # trained with them serve one schedule at one image size.
+    count_axes: ClassVar[Mapping[str, int]] = {}
 
     @property
     def needs(self) -> frozenset[str]:
@@ -82,6 +93,15 @@ class Reducer(nn.Module):
     def needs_cls(self) -> bool:
         """Whether the model must have a CLS token."""
         return "cls_row" in self.needs
+
+    @property
+    def refuses_fusion(self) -> str:
+        """Why Last Layer Fusion cannot work with the method; empty if it can."""
+        return "" if self.keeps_positions else "keeps no positions"
+
+    def most(self, patches: int) -> int:
+        """How many of `patches` tokens one site can remove."""
+        return patches - 1
 
     def __call__(
         self, tokens: Tokens, context: Context, *, keep: int, train: bool
@@ -111,13 +131,23 @@ class Reducer(nn.Module):
 
 
 class Pruner(Reducer):
-    """A reducer that scores patch tokens and keeps those of the highest score."""
+    """A reducer that keeps some patch tokens as they are and hands back the others.
+
+    By default those of the highest `score` are kept; a method may define `order` instead.
+    """
 
     def score(
         self, tokens: Tokens, context: Context, train: bool
     ) -> tuple[Float[Array, "b m"], dict[str, Any]]:
         """Float32 scores of the patch tokens, and further outputs of the site."""
         raise NotImplementedError(f"{type(self).__name__} defines no score")
+
+    def order(
+        self, tokens: Tokens, context: Context, keep: int, train: bool
+    ) -> tuple[Int[Array, "b m"], dict[str, Any]]:
+        """Positions of the patch tokens, the `keep` that stay in front, and further outputs."""
+        scores, out = self.score(tokens, context, train)
+        return routing.rank(jax.lax.stop_gradient(scores)), out
 
     def __call__(
         self, tokens: Tokens, context: Context, *, keep: int, train: bool
@@ -133,7 +163,6 @@ class Pruner(Reducer):
         Returns:
           Kept tokens in descending order of score, pruned tokens likewise, outputs.
         """
-        scores, out = self.score(tokens, context, train)
-        order = routing.rank(jax.lax.stop_gradient(scores))
+        order, out = self.order(tokens, context, keep, train)
         kept, pruned = routing.split(tokens, order, keep)
         return kept, pruned, out

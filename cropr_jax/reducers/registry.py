@@ -1,16 +1,26 @@
 """Token reduction methods by the name that configs use."""
 
 from cropr_jax.cropr import Cropr, NonSalient
+from cropr_jax.reducers.ats import ATS
 from cropr_jax.reducers.attn_topk import AttnTopK
 from cropr_jax.reducers.base import Reducer
+from cropr_jax.reducers.dpc_knn import DPCKNN
+from cropr_jax.reducers.evit import EViT
+from cropr_jax.reducers.kmedoids import KMedoids
 from cropr_jax.reducers.random import Random
+from cropr_jax.reducers.tome import ToMe
 from cropr_jax.reducers.variance import Variance
 
 # 'none' is no method but the unpruned model, which has no sites.
 REDUCERS: dict[str, type[Reducer]] = {
+    "ats": ATS,
     "attn_topk": AttnTopK,
     "cropr": Cropr,
+    "dpc_knn": DPCKNN,
+    "evit": EViT,
+    "kmedoids": KMedoids,
     "non_salient": NonSalient,
     "random": Random,
+    "tome": ToMe,
     "variance": Variance,
 }

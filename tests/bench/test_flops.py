@@ -70,6 +70,24 @@ def test_multi_head_scorer_projects_keys_unless_slim():
     assert flops.count(slim) == flops.count(simple.clone(slim=True))
 
 
+def test_a_site_in_the_middle_saves_its_own_mlp():
+    """Of 65, 56 and 48 tokens; the attention sees what enters the block."""
+    parts = flops.breakdown(models.create(TINY | {"reduction": reduction("evit", "none")}))
+    after = flops.breakdown(models.create(TINY | {"reduction": reduction("attn_topk", "none")}))
+    for block, tokens, left in (("block_0", 65, 56), ("block_1", 56, 48), ("block_2", 48, 48)):
+        assert after[block] == flops.block_macs(tokens, 64, 256)
+        assert parts[block].attention == after[block].attention
+        assert after[block].linear - parts[block].linear == 2 * (tokens - left) * 64 * 256
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("kmedoids", (64**2 + 65**2) * 64), ("tome", 32**2 * 16), ("ats", 0)]
+)
+def test_sites_of_the_other_methods(name, expected):
+    parts = flops.breakdown(models.create(TINY | {"reduction": reduction(name, "none")}))
+    assert parts["reducer_0"] == flops.Macs(0, expected)
+
+
 def test_breakdown_follows_the_schedule():
     model = models.create(TINY | {"reduction": reduction()})
     parts = flops.breakdown(model)

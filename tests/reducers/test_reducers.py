@@ -1,4 +1,7 @@
-"""Every registered reducer goes through the same battery; then what is particular to each."""
+"""What is particular to the simplest methods, to what blocks compute for a site, and refusals.
+
+What all methods share is in test_battery.py.
+"""
 
 import functools
 
@@ -10,12 +13,12 @@ from conftest import random_params
 
 from cropr_jax import models, rng
 from cropr_jax.errors import ConfigError
-from cropr_jax.layers import Attention, cls_row, col_mean
+from cropr_jax.layers import Attention, cls_row, col_mean, fold_bias
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.reducers.variance import pixel_variance
+from cropr_jax.tokens import MASKED
 
-NAMES = sorted(REDUCERS)
-DEPTH, PATCHES, RATE = 4, 16, 3
+DEPTH, RATE = 4, 3
 BASE = {"width": 16, "depth": DEPTH, "heads": 2, "patch": 4, "image_size": 16, "num_classes": 5}
 
 
@@ -34,86 +37,6 @@ def forward(model, params, images, keys):
     return model.apply({"params": params}, images, keys=keys)
 
 
-@pytest.mark.parametrize("fusion", ["llf", "none"])
-@pytest.mark.parametrize("name", NAMES)
-def test_partition_counts_and_cls(name, fusion):
-    model = build(name, fusion)
-    params = random_params(model)
-    images, keys = batch()
-    logits, out = forward(model, params, images, keys)
-    assert logits.shape == (3, 5) and logits.dtype == jnp.float32
-
-    left = model.schedule.patches(PATCHES)
-    assert tuple(kept.shape[1] for kept in out["kept"]) == left
-    index = np.concatenate([out["kept"][-1], *out["pruned"]], axis=1)
-    np.testing.assert_array_equal(np.sort(index, axis=1), np.tile(np.arange(PATCHES), (3, 1)))
-    expected = (*(1 + m for m in (PATCHES, *left)), 1 + (PATCHES if fusion == "llf" else left[-1]))
-    counts = tuple(features.shape[1] for features in out["features"])
-    assert counts == (expected[: DEPTH - 1] + expected[-1:])
-    assert set(np.unique(out["pruned_after"])) == {0, *model.schedule.blocks}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_jit_equals_eager_and_batches_are_independent(name):
-    model = build(name, "llf")
-    params = random_params(model)
-    images, keys = batch()
-    logits, out = forward(model, params, images, keys)
-    eager, eager_out = model.apply({"params": params}, images, keys=keys)
-    np.testing.assert_allclose(eager, logits, atol=1e-5)
-    one, one_out = forward(model, params, images[1:2], keys[1:2])
-    np.testing.assert_allclose(one, logits[1:2], atol=1e-5)
-    for site, kept in enumerate(out["kept"]):
-        np.testing.assert_array_equal(eager_out["kept"][site], kept)
-        np.testing.assert_array_equal(one_out["kept"][site], kept[1:2])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rate_zero_is_the_unpruned_model(name):
-    model = build(name, "llf", drop_path=0.0)
-    model = model.clone(schedule=type(model.schedule)(DEPTH, ((1, 0), (2, 0))))
-    params = random_params(model)
-    images, keys = batch()
-    pool = "mean_all"
-    unpruned = models.create(BASE | {"pool": pool})
-    plain = {k: v for k, v in params.items() if not k.startswith("reducer_")}
-    expected, _ = forward(unpruned, plain, images, keys)
-    found, _ = forward(model, params, images, keys)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_is_finite_and_gradients_too(name):
-    model = build(name, "llf", dtype="bfloat16", drop_path=0.2)
-    params = random_params(model)
-    images, keys = batch()
-    images = images.at[0].set(0.5)  # constant: variances and gradients of norms at their edge
-
-    def loss(params):
-        logits, out = model.apply({"params": params}, images, train=True, keys=keys)
-        return (logits**2).mean() + sum((aux**2).mean() for aux in out["auxiliary"])
-
-    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
-    assert jnp.isfinite(value)
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_slim_form_keeps_logits_and_sets(name):
-    model = build(name, "llf")
-    params = random_params(model)
-    images, keys = batch()
-    logits, out = forward(model, params, images, keys)
-    slim, slim_params = models.slim(model, params)
-    found, slim_out = forward(slim, slim_params, images, keys)
-    np.testing.assert_allclose(found, logits, atol=1e-5)
-    for site, kept in enumerate(out["kept"]):
-        np.testing.assert_array_equal(slim_out["kept"][site], kept)
-    assert jax.tree.structure(slim_params) == jax.tree.structure(models.abstract_params(slim))
-    assert models.count(slim_params) <= models.count(params)
-
-
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 @pytest.mark.parametrize("name", ["cropr", "attn_topk"])
 def test_any_number_of_prefix_tokens_and_a_rectangle(name, prefix):
@@ -125,16 +48,6 @@ def test_any_number_of_prefix_tokens_and_a_rectangle(name, prefix):
     removed = RATE * 2 + prefix
     assert out["kept"][-1].shape == (2, 24 - removed)
     assert out["pruned_after"].shape == (2, 4, 6)
-
-
-def test_methods_choose_differently():
-    images, keys = batch()
-    sets = {}
-    for name in NAMES:
-        model = build(name)
-        params = random_params(model)
-        sets[name] = np.sort(forward(model, params, images, keys)[1]["kept"][0]).tobytes()
-    assert len(set(sets.values())) == len(NAMES)
 
 
 def test_random_follows_the_example_not_the_batch():
@@ -200,6 +113,55 @@ def test_cls_row_is_the_first_row_of_the_attention_matrix():
     np.testing.assert_allclose(cls_row(query, key), matrix[:, :, 0], atol=1e-6)
     np.testing.assert_allclose(col_mean(query, key, 1), matrix[:, :, 1:].mean((1, 2)), atol=1e-6)
     np.testing.assert_allclose(col_mean(query, key, 0).sum(1), 1, atol=1e-5)
+    bias = jax.random.normal(jax.random.key(1), (2, 70))
+    matrix = jax.nn.softmax(logits + bias[:, None, None], axis=-1)
+    np.testing.assert_allclose(cls_row(query, key, bias), matrix[:, :, 0], atol=1e-6)
+    np.testing.assert_allclose(col_mean(query, key, 0, bias), matrix.mean((1, 2)), atol=1e-6)
+
+
+def test_keys_and_values_of_a_block():
+    """Means of the keys before rotation, norms of the values, and no gradient through either."""
+    needs = frozenset({"k_mean", "v_norm", "col_mean_all"})
+    module = Attention(heads=2, needs=needs, prefix=1)
+    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
+    params = {"params": random_params_of(module, x)}
+
+    @jax.jit
+    def extras(x):
+        found = module.apply(params, x, angles=jnp.ones((2, 5, 2)))[1]
+        return sum(found[name].sum() for name in ("k_mean", "v_norm")), found
+
+    gradient, found = jax.grad(extras, has_aux=True)(x)
+    project = params["params"]
+    key, value = (
+        np.einsum("btd,dhk->bthk", x, project[name]["kernel"]) + project[name]["bias"]
+        for name in ("key", "value")
+    )
+    np.testing.assert_allclose(found["k_mean"], key.mean(2), atol=1e-5)
+    norm = np.linalg.norm(value, axis=-1).transpose(0, 2, 1)
+    np.testing.assert_allclose(found["v_norm"], norm, atol=1e-5)
+    assert found.keys() == needs and (gradient == 0).all()
+
+
+def random_params_of(module, x):
+    shapes = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
+    draw = np.random.default_rng(0).normal
+    return jax.tree.map(lambda leaf: jnp.asarray(draw(size=leaf.shape), leaf.dtype), shapes)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-4)])
+def test_a_bias_on_keys_folded_into_channels(dtype, tolerance):
+    """Logits of the wider heads at the scale of the narrow ones are those with the bias."""
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8)).astype(dtype)
+    bias = jnp.log(jax.random.uniform(jax.random.key(1), (2, 5), minval=1.0, maxval=40.0))
+    bias = bias.at[:, 3].set(MASKED)
+    wide = [x.astype(jnp.float32) for x in fold_bias(query, key, value, bias)]
+    narrow = [x.astype(jnp.float32) for x in (query, key, value)]
+    assert all(x.shape == (2, 5, 2, 16) for x in wide)
+    found, plain = (jnp.einsum("bthk,bshk->bhts", *heads[:2]) * 8**-0.5 for heads in (wide, narrow))
+    np.testing.assert_allclose(found, plain + bias[:, None, None], rtol=1e-5, atol=tolerance)
+    np.testing.assert_array_equal(wide[2][..., :8], narrow[2])
+    assert (wide[2][..., 8:] == 0).all()
 
 
 def test_needs_cost_no_attention_matrix():

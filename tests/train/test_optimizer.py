@@ -34,7 +34,7 @@ def names_of(model):
 
 def variants():
     for name in ("none", *REDUCERS):
-        yield tiny(reduction={"name": name, "rate": 2, "fusion": "llf"})
+        yield tiny(reduction={"name": name, "rate": 2, "fusion": "none"})
     options = {"heads": 2, "projections": True, "pre_norm": True}
     yield tiny(reduction={"name": "cropr", "rate": 2, "fusion": "llf", "options": options})
     yield tiny(pool="cls", layer_scale=1e-5)
@@ -49,7 +49,7 @@ def test_rules_cover_every_variant():
         assert set(decay) == set(names)
         for name, value in decay.items():
             last = name.rsplit("/", 1)[-1]
-            assert value == (last in ("kernel", "queries", "query")), name
+            assert value == (last in ("kernel", "queries", "query", "centres")), name
 
 
 def test_attention_biases_of_rank_two_are_not_decayed():

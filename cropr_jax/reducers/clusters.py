@@ -1,0 +1,41 @@
+"""What the clustering methods share: distances between tokens, and whose cluster a token is in.
+
+Letters: b batch, m tokens, k clusters, d width.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from cropr_jax import routing
+
+
+def squared_distances(x: Float[Array, "b m d"]) -> Float[Array, "b m m"]:
+    """Squared Euclidean distances of all pairs in float32; zero on the diagonal, never negative.
+
+    By |x|^2 + |y|^2 - 2 x y, after the mean of the tokens was taken off: what all share is large
+    in a residual stream, and would cancel badly.
+    """
+    x = x.astype(jnp.float32)
+    x = x - x.mean(1, keepdims=True)
+    square = (x**2).sum(-1)
+    product = jnp.einsum("bid,bjd->bij", x, x, precision=jax.lax.Precision.HIGHEST)
+    distance = jnp.maximum(square[:, :, None] + square[:, None] - 2 * product, 0)
+    return jnp.where(jnp.eye(x.shape[1], dtype=bool), 0.0, distance)
+
+
+def assign(distance: Float[Array, "b m m"], centres: Int[Array, "b k"]) -> Int[Array, "b m"]:
+    """The nearest centre of every token; each centre is in its own cluster.
+
+    Args:
+      distance: of all pairs, or anything that grows with it.
+      centres: positions of the centres, all different.
+    """
+    to_centre = routing.take(distance, centres)
+    own = centres[:, :, None] == jnp.arange(distance.shape[1])
+    return jnp.where(own, -1.0, to_centre).argmin(1).astype(jnp.int32)
+
+
+def membership(cluster: Int[Array, "b m"], count: int) -> Bool[Array, "b k m"]:
+    """Which tokens are in which of `count` clusters."""
+    return cluster[:, None] == jnp.arange(count)[:, None]
