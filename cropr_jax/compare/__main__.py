@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not word.startswith("--config."):
             raise ConfigError(f"unknown argument '{word}'")
     rows = plan.entries(args.reductions, args.schedules, args.rates)
-    plan.make(args.config, overrides, dict.fromkeys(rows, args.seeds), args.workdir)
+    plan.make(args.config, overrides, {row: args.seeds for row in rows}, args.workdir)
     seeds = remember(args.workdir / SEEDS, rows, args.seeds)
     planned = plan.make(args.config, overrides, seeds, args.workdir)
     results = train_all(planned)
