@@ -25,6 +25,10 @@ REDUCTIONS = (
     "dpc_knn",
     "evit",
     "tome",
+    "dynamicvit",
+    "sit",
+    "sinkhorn",
+    "patchmerger",
 )
 SCHEDULES = ("per_block", "three_stage", "aggressive")
 FUSIONS = ("llf", "none")
@@ -60,6 +64,11 @@ OPTIONS = {
     "evit": {"fuse": True, "renormalise": False},
     # Off for MAE-pretrained models that are not trained with ToMe.
     "tome": {"proportional": True},
+    "dynamicvit": {"ratio_weight": 2.0},
+    # 'width' divides the logits by the root of the width, as lucidrains/vit-pytorch does.
+    "patchmerger": {"scale": "none", "init_std": 1.0},
+    # False and True keep the magnitude of the tokens, which the reference loses.
+    "sinkhorn": {"epsilon": 1.0, "iterations": 3, "unit_values": True, "averages": False},
 }
 
 # The paper's Pool column, where it differs from the backbone's own: CLS where the method reads it,

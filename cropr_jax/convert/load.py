@@ -21,6 +21,7 @@ from cropr_jax.convert.pickles import shown
 from cropr_jax.convert.sources import Leaf, Source, listed
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
+from cropr_jax.reducers.registry import REDUCERS
 
 # Parameters that may start fresh, and those of a file that may be left.
 OPTIONAL = ("reducer_", "head/", "fc_norm/", "norm/")
@@ -114,6 +115,7 @@ def load(path: str, model: ViT, *, resampling: str = "timm") -> Loaded:
     shapes = {name: leaf.shape for name, leaf in wanted.items()}
     source, reader = open_source(path, model.heads)
     try:
+        check_counts(source, model)
         plan = match(source, shapes, model.grid)
         params = {
             name: fit(name, array, shapes[name], source, model.grid, resampling)
@@ -255,6 +257,32 @@ def match(
             + hint
         )
     return Plan(tuple(taken), resized, fresh, dropped)
+
+
+def check_counts(source: Source, model: ViT) -> None:
+    """Refuses reducers that were trained to leave another number of tokens than the model's.
+
+    Starting afresh would throw their training away without a word of why.
+
+    Args:
+      source: of the file.
+      model: with the schedule.
+
+    Raises:
+      ConfigError: naming the site and both numbers.
+    """
+    axes = {} if model.reduction == "none" else REDUCERS[model.reduction].count_axes
+    left = model.schedule.patches(model.grid[0] * model.grid[1])
+    for site, (block, count) in enumerate(zip(model.schedule.blocks, left, strict=True)):
+        for name, axis in axes.items():
+            leaf = source.leaves.get(f"reducer_{site}/{name}")
+            if leaf is not None and (found := leaf.array.shape[axis]) != count:
+                raise ConfigError(
+                    f"weights: site {site} (after block {block}) is trained to leave K = {found} "
+                    f"patch tokens ({leaf.source}), with this schedule and image size it is to "
+                    f"leave K = {count}; {model.reduction!r} holds K in its parameters: use the "
+                    "schedule, the rate and the image size that it was trained with"
+                )
 
 
 def _hint(missing: list[str], extra: list[str], source: Source) -> str:

@@ -5,9 +5,13 @@ from cropr_jax.reducers.ats import ATS
 from cropr_jax.reducers.attn_topk import AttnTopK
 from cropr_jax.reducers.base import Reducer
 from cropr_jax.reducers.dpc_knn import DPCKNN
+from cropr_jax.reducers.dynamicvit import DynamicViT
 from cropr_jax.reducers.evit import EViT
 from cropr_jax.reducers.kmedoids import KMedoids
+from cropr_jax.reducers.patchmerger import PatchMerger
 from cropr_jax.reducers.random import Random
+from cropr_jax.reducers.sinkhorn import Sinkhorn
+from cropr_jax.reducers.sit import SiT
 from cropr_jax.reducers.tome import ToMe
 from cropr_jax.reducers.variance import Variance
 
@@ -17,10 +21,14 @@ REDUCERS: dict[str, type[Reducer]] = {
     "attn_topk": AttnTopK,
     "cropr": Cropr,
     "dpc_knn": DPCKNN,
+    "dynamicvit": DynamicViT,
     "evit": EViT,
     "kmedoids": KMedoids,
     "non_salient": NonSalient,
+    "patchmerger": PatchMerger,
     "random": Random,
+    "sinkhorn": Sinkhorn,
+    "sit": SiT,
     "tome": ToMe,
     "variance": Variance,
 }

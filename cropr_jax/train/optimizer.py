@@ -30,7 +30,7 @@ Flat = dict[str, jax.Array]
 WEIGHT_DECAY: Rules[float] = (
     (r"cls|pos_embed", 0.0),
     (r"(.*/)?(bias|scale|gamma)", 0.0),
-    (r"(.*/)?(kernel|queries|query)", 1.0),
+    (r"(.*/)?(kernel|queries|query|centres)", 1.0),
 )
 
 # The group whose rate is decayed most; block i comes i + 1 groups later.

@@ -1,0 +1,131 @@
+"""DynamicViT: a small network decides which patches stay; masked in training, removed after it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from cropr_jax import rng
+from cropr_jax.layers import Dtype, LayerNorm, gelu, normal_init
+from cropr_jax.reducers.base import Context, Pruner
+from cropr_jax.tokens import Tokens
+
+# Keeps the mean of no tokens at all finite.
+TINY = 1e-6
+# Channel of the predictor's two that stands for keeping. The paper numbers them the other way.
+KEEP = 0
+
+
+def straight_through(
+    log_p: Float[Array, "b m 2"], noise: Float[Array, "b m 2"]
+) -> Float[Array, "b m"]:
+    """1 where a token is drawn to stay, 0 elsewhere, with the gradient of the soft decision.
+
+    Gumbel-softmax at temperature 1 (Jang et al. 2017).
+
+    Args:
+      log_p: log-probabilities.
+      noise: standard Gumbel.
+    """
+    soft = nn.softmax(log_p + noise, axis=-1)[..., KEEP]
+    hard = (soft >= 0.5).astype(jnp.float32)
+    return soft + jax.lax.stop_gradient(hard - soft)
+
+
+class Predictor(nn.Module):
+    """Log-probabilities of keeping and dropping, from each token and the mean of those still kept.
+
+    Layer-norm epsilon 1e-5, as released.
+    """
+
+    dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "b m d"], kept: Float[Array, "b m"]
+    ) -> Float[Array, "b m 2"]:
+        width = x.shape[-1]
+
+        def dense(x: jax.Array, features: int, name: str) -> jax.Array:
+            return nn.Dense(features, dtype=self.dtype, kernel_init=normal_init, name=name)(x)
+
+        x = LayerNorm(epsilon=1e-5, dtype=self.dtype, name="norm")(x)
+        local, every = jnp.split(gelu(dense(x, width, "embed")), [width // 2], axis=-1)
+        total = jnp.einsum("bmd,bm->bd", every.astype(jnp.float32), kept)
+        mean = total / jnp.maximum(kept.sum(1, keepdims=True), TINY)
+        mean = jnp.broadcast_to(mean[:, None].astype(every.dtype), every.shape)
+        x = jnp.concatenate([local, mean], axis=-1)
+        x = gelu(dense(x, width // 2, "fc1"))
+        x = gelu(dense(x, width // 4, "fc2"))
+        return nn.log_softmax(dense(x, 2, "fc3").astype(jnp.float32), axis=-1)
+
+
+class DynamicViT(Pruner):
+    """Prunes what its predictor gives the lowest probability of being kept, after the block.
+
+    In training no token is removed: decisions are drawn, and what was dropped is hidden from all
+    other tokens in later attention (`layers.attend_masked`) and in pooling, so that the gradient of
+    the main loss tells what a dropped token would have been worth. A dropped token stays dropped.
+    The share that is kept is pulled to the schedule's by the ratio loss. In inference a fixed
+    number is removed, the same for every image.
+
+    Source: Rao et al., "DynamicViT: Efficient Vision Transformers with Dynamic Token
+    Sparsification", NeurIPS 2021; raoyongming/DynamicViT: models/dyvit.py, losses.py. Without its
+    two distillation losses, which need a teacher.
+
+    Attributes:
+      ratio_weight: of the ratio loss; 2 in the paper, 5 in the authors' recipe for DeiT-B.
+    """
+
+    ratio_weight: float = 2.0
+
+    @property
+    def refuses_fusion(self) -> str:
+        return "only masks in training, where what it drops goes through all blocks"
+
+    @nn.compact
+    def score(
+        self, tokens: Tokens, context: Context, train: bool
+    ) -> tuple[Float[Array, "b m"], dict[str, Any]]:
+        """Log-probability of being kept."""
+        kept = jnp.ones(tokens.index.shape, jnp.float32)
+        if tokens.policy is not None:
+            kept = tokens.policy[:, tokens.prefix :]
+        x = tokens.x[:, tokens.prefix :]
+        log_p = Predictor(self.dtype, name="predictor")(x, kept)
+        return log_p[..., KEEP], {"log_p": log_p, "kept": kept}
+
+    def __call__(
+        self, tokens: Tokens, context: Context, *, keep: int, train: bool
+    ) -> tuple[Tokens, Tokens | None, dict[str, Any]]:
+        """Removes tokens, or in training masks them.
+
+        Args:
+          tokens: p + m tokens, in training with the `policy` of the sites before.
+          context: in training with keys.
+          keep: patch tokens that stay; a static int, of which the target share follows.
+          train: whether to mask.
+
+        Returns:
+          As every pruner, with `log_p` [b, m, 2]. In training all tokens with a `policy`, None, and
+          also `ratio`, the weighted squared distance to the target.
+        """
+        if not train:
+            return super().__call__(tokens, context, keep=keep, train=train)
+        _, out = self.score(tokens, context, train)
+        keys = context.require_keys("reduction='dynamicvit' in training")
+        noise = rng.gumbel(keys, out["log_p"].shape[1:])
+        kept = out["kept"] * straight_through(out["log_p"], noise)
+        target = keep / (tokens.grid[0] * tokens.grid[1])
+        ratio = self.ratio_weight * ((kept.mean(1) - target) ** 2).mean()
+        policy = jnp.pad(kept, ((0, 0), (tokens.prefix, 0)), constant_values=1.0)
+        return tokens.replace(policy=policy), None, out | {"kept": kept, "ratio": ratio}
+
+    @staticmethod
+    def losses(
+        outs: Sequence[Mapping[str, Any]], criterion: Callable[[jax.Array], jax.Array]
+    ) -> dict[str, jax.Array]:
+        return {"ratio": jnp.stack([out["ratio"] for out in outs]).mean()} if outs else {}
