@@ -11,9 +11,11 @@ ViT-L).
 """
 
 import dataclasses
+import itertools
 
 from cropr_jax.cropr import Cropr
 from cropr_jax.models.vit import ViT
+from cropr_jax.reducers.soft import SoftReducer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +53,28 @@ def block_macs(
     return Macs(linear, 2 * tokens**2 * width)
 
 
-def site_macs(model: ViT, tokens: int) -> Macs:
-    """What a site adds at inference, of `tokens` before it (the prefix counted).
+def site_macs(model: ViT, tokens: int, after: int) -> Macs:
+    """What a site adds at inference, of `tokens` before and `after` it (the prefix counted).
 
     Cropr's slim form adds nothing (one dot product a token), nor does its full form. The multi-head
     ablation in its full form projects the tokens to keys, and the queries. What needs column means
     recomputes Q K^T, Attn Top-K for the queries that are patches. Clustering methods compare all
-    patches with all others, ToMe half of them with the other half in the width of a head.
+    patches with all others, ToMe half of them with the other half in the width of a head. The soft
+    methods have a logit for each patch in each output, and mix; SiT's come from an MLP. DynamicViT
+    scores with four layers.
     """
     reducer = model.make_reducer()
-    patches = tokens - model.prefix
+    patches, outputs = tokens - model.prefix, after - model.prefix
+    width, half, quarter = model.width, model.width // 2, model.width // 4
+    layers = {
+        "dynamicvit": width * width + width * half + half * quarter + quarter * 2,
+        "patchmerger": width * outputs,
+        "sinkhorn": width * outputs,
+        "sit": width * half + half * outputs,
+    }
+    if model.reduction in layers:
+        mixed = outputs if isinstance(reducer, SoftReducer) else 0
+        return Macs(patches * layers[model.reduction], patches * mixed * width)
     products = {
         "dpc_knn": patches**2 * model.width,
         "kmedoids": (patches**2 + tokens**2) * model.width,
@@ -88,8 +102,8 @@ def breakdown(model: ViT) -> dict[str, Macs]:
     for i, (tokens, after) in enumerate(zip(model.block_inputs(), model.mlp_inputs(), strict=True)):
         parts[f"block_{i}"] = block_macs(tokens, model.width, model.hidden, model.mlp, after)
     totals = (patches + model.prefix, *model.schedule.tokens(patches, model.prefix))
-    for site, tokens in enumerate(totals[:-1]):
-        parts[f"reducer_{site}"] = site_macs(model, tokens)
+    for site, (tokens, after) in enumerate(itertools.pairwise(totals)):
+        parts[f"reducer_{site}"] = site_macs(model, tokens, after)
     parts["head"] = Macs(model.width * model.num_classes)
     return parts
 

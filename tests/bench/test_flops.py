@@ -107,11 +107,17 @@ def test_breakdown_follows_the_schedule():
         ("vit", "attn_topk", {"source": "cls_row"}),
         ("vit", "attn_topk", {"source": "col_mean"}),
         ("eva02", "cropr", {}),
+        ("vit", "sit", {}),
+        ("vit", "sinkhorn", {}),
+        ("vit", "patchmerger", {}),
+        ("vit", "dynamicvit", {}),
     ],
 )
 def test_xla_counts_the_same(backbone, name, options):
     """XLA's FLOPs are twice the MACs; the rest is small at this width."""
-    fields = {"width": 1024, "num_classes": 1000, "reduction": reduction(name, **options)}
+    learned = name in ("sit", "sinkhorn", "patchmerger", "dynamicvit")
+    method = reduction(name, "none" if learned else "llf", **options)
+    fields = {"width": 1024, "num_classes": 1000, "reduction": method}
     model = models.create(TINY | fields | {"name": backbone})
     params = models.abstract_params(model)
     images = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
