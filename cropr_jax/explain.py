@@ -6,14 +6,13 @@ Everything shown is the pruned model's own: the classes it predicts are those it
 patches that it kept.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cropr_jax import cli
 from cropr_jax.errors import ConfigError
 from cropr_jax.inference import Predictor, load
 from cropr_jax.visualize.pruning import pruning_figure
@@ -62,11 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
       ConfigError: on what the user has to mend.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m cropr_jax.explain",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.parser("cropr_jax.explain", __doc__)
     parser.add_argument("--workdir", required=True, help="of a run, or one of its checkpoints")
     parser.add_argument("--output", default="explain.png", help="the picture")
     parser.add_argument("images", nargs="+", metavar="IMAGE")
@@ -78,8 +73,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

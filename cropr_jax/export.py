@@ -35,7 +35,6 @@ import contextlib
 import datetime
 import json
 import os
-import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from cropr_jax import inference
+from cropr_jax import cli, inference
 from cropr_jax.errors import ConfigError
 from cropr_jax.version import __version__
 
@@ -323,11 +322,7 @@ def cannot_read(metadata: Mapping[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m cropr_jax.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = cli.parser("cropr_jax.export", __doc__)
     made.add_argument("--workdir", required=True, help="of a run, or one of its checkpoints")
     made.add_argument("out", help="file to write")
     made.add_argument("--format", choices=FORMATS, default="jax")
@@ -356,8 +351,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

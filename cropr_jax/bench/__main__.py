@@ -11,21 +11,15 @@ Variants need jax, flax, optax, einops and numpy alone; config files also ml_col
 
 import argparse
 import itertools
-import sys
-import time
 from collections.abc import Sequence
 
+from cropr_jax import cli
 from cropr_jax.bench import floor, report, spec, throughput
 from cropr_jax.bench.programs import FORMS, STAGES
 from cropr_jax.errors import ConfigError
 from cropr_jax.models import DTYPES, choose
 
 ATTENTION = ("auto", "xla", "cudnn")
-
-
-def names(text: str) -> tuple[str, ...]:
-    """'a,b' -> ('a', 'b')."""
-    return tuple(text.split(","))
 
 
 def batch(text: str) -> int:
@@ -38,11 +32,7 @@ def batch(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m cropr_jax.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = cli.parser("cropr_jax.bench", __doc__)
     add = made.add_argument
     add(
         "--config",
@@ -50,10 +40,17 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="FILE.py:ARGS or VARIANT,KEY=VALUE,...; may be given several times",
     )
-    add("--reduction", type=names, default=("none", "random", "cropr"), help="methods, by comma")
+    add(
+        "--reduction", type=cli.words, default=("none", "random", "cropr"), help="methods, by comma"
+    )
     add("--batch_size", type=batch, default=0, help="'auto' (each method's best) or a number")
-    add("--precision", type=names, default=("float32",), help="float32, bfloat16, or both by comma")
-    add("--attention", type=names, default=("auto",), help="auto, xla, cudnn, by comma")
+    add(
+        "--precision",
+        type=cli.words,
+        default=("float32",),
+        help="float32, bfloat16, or both by comma",
+    )
+    add("--attention", type=cli.words, default=("auto",), help="auto, xla, cudnn, by comma")
     add("--rounds", type=int, default=15)
     add("--form", choices=FORMS, default="slim", help="full: the scorers as they are in training")
     add("--stage", choices=STAGES, default="infer", help="train: a whole training step")
@@ -61,11 +58,6 @@ def parser() -> argparse.ArgumentParser:
     add("--floor", action="store_true", help="measure a large matrix product and a large copy")
     add("--input", action="store_true", help="measure the input pipeline of the config")
     return made
-
-
-def say(line: str) -> None:
-    """A line of progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
 
 
 def run_floor(file: report.Report) -> None:
@@ -102,7 +94,7 @@ def run_group(config: str, settings: throughput.Settings, file: report.Report) -
         and row["rounds"] >= settings.rounds
         and settings.batch_size in (0, row["batch_size"])
     ]
-    say(f"{config}, {settings.precision}, attention {settings.attention}, {settings.stage}")
+    cli.say(f"{config}, {settings.precision}, attention {settings.attention}, {settings.stage}")
 
     def save(rows: Sequence[report.Row]) -> None:
         if "floor" in file.content and settings.stage == "infer":
@@ -110,9 +102,9 @@ def run_group(config: str, settings: throughput.Settings, file: report.Report) -
         file.add(rows)
 
     if len(rows) == len(found):
-        say(f"already in {file.path}")
+        cli.say(f"already in {file.path}")
     else:
-        rows = throughput.measure(config, settings, say, save)
+        rows = throughput.measure(config, settings, cli.say, save)
     print(f"\n{config}, {settings.precision}, {settings.stage}, {file.content['device']}")
     print(report.table(rows), flush=True)
 
@@ -155,8 +147,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

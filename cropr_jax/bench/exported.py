@@ -10,7 +10,6 @@ in as uint8 on the host and logits come out there. Parameters are made up.
 
 import argparse
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from cropr_jax import models
+from cropr_jax import cli, models
 from cropr_jax.bench import throughput
 from cropr_jax.bench.programs import Weights
 from cropr_jax.errors import ConfigError
@@ -98,14 +97,12 @@ def table(found: dict[str, Float[np.ndarray, "rounds"]]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m cropr_jax.bench.exported",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = cli.parser("cropr_jax.bench.exported", __doc__)
     made.add_argument("--config", required=True, help="as of python -m cropr_jax.bench")
     made.add_argument("--reduction", default="cropr", help="method, 'none' for no pruning")
-    made.add_argument("--batch_size", default="1,8", help="one or more, by comma")
+    made.add_argument(
+        "--batch_size", type=cli.numbers, default=(1, 8), help="one or more, by comma"
+    )
     made.add_argument("--rounds", type=int, default=15)
     return made
 
@@ -122,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     predictor = Predictor.from_model(model, params, PREPROCESS)
     with tempfile.TemporaryDirectory() as folder:
         calls = contestants(predictor, Path(folder))
-        for size in map(int, args.batch_size.split(",")):
+        for size in args.batch_size:
             shape = (size, *model.image_size, 3)
             images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
             found = measure(calls, images, args.rounds)
@@ -130,8 +127,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

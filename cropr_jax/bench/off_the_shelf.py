@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import hashlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Int, Key, UInt8
 
-from cropr_jax import models, rng
+from cropr_jax import cli, models, rng
 from cropr_jax.bench import flops, paired, report
 from cropr_jax.convert import architecture
 from cropr_jax.convert.load import load, open_source
@@ -217,9 +216,9 @@ def folder(text: str) -> tuple[str, Any]:
         return text, CROP_RATIO
 
 
-def names(text: str) -> tuple[str, ...]:
-    """'a,b' -> ('a', 'b'), '' -> ()."""
-    return tuple(text.split(",")) if text else ()
+def methods(text: str) -> tuple[str, ...]:
+    """Words by comma; none for the unpruned model alone."""
+    return cli.words(text) if text else ()
 
 
 def rates(text: str) -> tuple[tuple[str, int], ...]:
@@ -236,11 +235,7 @@ def triple(text: str) -> tuple[float, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m cropr_jax.bench.off_the_shelf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = cli.parser("cropr_jax.bench.off_the_shelf", __doc__)
     add = made.add_argument
     add("--weights", type=Path, required=True, help="of a CLS-pooled ViT, see cropr_jax.convert")
     add(
@@ -258,8 +253,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="[SCHEDULE:]R,...",
         help="tokens removed at a site; per_block unless another schedule is named",
     )
-    add("--reductions", type=names, default=REDUCTIONS, help="by comma; '' for none")
-    add("--fusion", type=names, default=FUSIONS, help="by comma")
+    add("--reductions", type=methods, default=REDUCTIONS, help="by comma; '' for none")
+    add("--fusion", type=cli.words, default=FUSIONS, help="by comma")
     add("--heads", type=int, default=0, help="attention heads, if no known variant")
     add("--res", type=architecture.size, metavar="H[xW]", help="image size, if not the weights'")
     add("--mean", type=triple, default=(0.5,) * 3, help="of values in 0..1")
@@ -279,11 +274,6 @@ def variants(args: argparse.Namespace) -> list[Variant]:
         for reduction in args.reductions
         for fusion in args.fusion
     ]
-
-
-def say(line: str) -> None:
-    """A line of progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -348,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows[variant] = row
             file.put(rows=list(rows.values()))
             accuracy = paired.percent(row["top1"])
-            say(f"{variant}: top-1 {accuracy} % in {time.perf_counter() - start:.0f} s")
+            cli.say(f"{variant}: top-1 {accuracy} % in {time.perf_counter() - start:.0f} s")
         base = base or row
     asked = [rows[variant] for variant in made]
     text = paired.table(file.content | {"rows": asked})
@@ -358,8 +348,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

@@ -12,15 +12,13 @@ command with other methods or seeds on the same --workdir adds them to the table
 import argparse
 import dataclasses
 import json
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from cropr_jax import train
+from cropr_jax import cli, train
 from cropr_jax.bench import paired, report, throughput
 from cropr_jax.compare import plan, table
 from cropr_jax.compare.plan import Entry, Plan
@@ -31,40 +29,20 @@ from cropr_jax.visualize import tradeoff
 SEEDS = "seeds.json"  # what the table holds: entries and their seeds, of all commands
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """'0,1' -> (0, 1)."""
-    return tuple(map(int, text.split(",")))
-
-
-def names(text: str) -> tuple[str, ...]:
-    """'a,b' -> ('a', 'b')."""
-    return tuple(text.split(","))
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m cropr_jax.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = cli.parser("cropr_jax.compare", __doc__)
     add = made.add_argument
     add("--config", required=True, help="FILE or FILE:VARIANT,KEY=VALUE,... as run.py takes it")
-    add("--reductions", type=names, required=True, help="methods, by comma")
-    add("--schedules", type=names, default=("per_block",), help="by comma")
-    add("--rates", type=numbers, default=(-1,), help="R, by comma; default: the config's own")
-    add("--seeds", type=numbers, default=(0,), help="by comma")
+    add("--reductions", type=cli.words, required=True, help="methods, by comma")
+    add("--schedules", type=cli.words, default=("per_block",), help="by comma")
+    add("--rates", type=cli.numbers, default=(-1,), help="R, by comma; default: the config's own")
+    add("--seeds", type=cli.numbers, default=(0,), help="by comma")
     add("--workdir", type=Path, required=True, help="where the runs are kept")
     add("--out", type=Path, required=True, help="path of the results without suffix")
     add("--rounds", type=int, default=15, help="of the timing; 0 for none")
     add("--batch_size", type=int, default=0, help="of the timing; 0: each method's best")
     return made
-
-
-def say(line: str) -> None:
-    """A line of progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
 
 
 def remember(path: Path, rows: Sequence[Entry], seeds: Sequence[int]) -> dict[Entry, list[int]]:
@@ -89,7 +67,7 @@ def train_all(planned: Plan) -> dict[Entry, list[dict[str, Any]]]:
     for number, run in enumerate(runs, 1):
         result = run.result()
         if result is None:
-            say(f"run {number} of {len(runs)}: {run.entry.label}, seed {run.seed}")
+            cli.say(f"run {number} of {len(runs)}: {run.entry.label}, seed {run.seed}")
             result = train.train(run.config, run.workdir)
             jax.clear_caches()  # every run compiles its own programs
         if result is None:
@@ -106,7 +84,7 @@ def time_all(planned: Plan, file: report.Report, args: argparse.Namespace) -> di
     )
     rows = {row["reduction"]: row for row in file.content["rows"]}
     if not made.keys() <= rows.keys() and args.rounds:
-        measured = throughput.race(args.config, made, settings, say, file.add)
+        measured = throughput.race(args.config, made, settings, cli.say, file.add)
         rows = {row["reduction"]: row for row in measured}
     return rows
 
@@ -173,12 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     write(args.out, found, report.environment() | {"revision": revision(), "config": args.config})
     print(table.markdown(found), flush=True)
-    say(f"written: {args.out}.md, .csv, .json, .png")
+    cli.say(f"written: {args.out}.md, .csv, .json, .png")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

@@ -12,7 +12,6 @@ names, and both are taken by `config.init`; `timm` writes the backbone for PyTor
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from cropr_jax import models
+from cropr_jax import cli, models
 from cropr_jax.convert import architecture, files, load, resample, to_timm
 from cropr_jax.convert.pickles import shown
 from cropr_jax.convert.sources import Source
@@ -45,11 +44,7 @@ class Target:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m cropr_jax.convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = cli.parser("cropr_jax.convert", __doc__)
     add = made.add_argument
     add("src", help="file of weights, its address, or a work or step directory of a run")
     add("dst", nargs="?", help="what to write; must not exist")
@@ -198,8 +193,4 @@ def _write_orbax(path: Path, params: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main)

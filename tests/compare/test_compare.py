@@ -26,7 +26,7 @@ def arguments(tmp_path, *more):
 def test_table(tmp_path, capsys, monkeypatch):
     compare.main(arguments(tmp_path, "--reductions=none,random", "--rounds=1"))
     started = []
-    monkeypatch.setattr(compare, "say", started.append)
+    monkeypatch.setattr(compare.cli, "say", started.append)
     compare.main(arguments(tmp_path, "--reductions=random", "--seeds=1", "--rounds=1"))
     assert [line for line in started if line.startswith("run ")] == [
         "run 3 of 3: random-per_block, seed 1"
