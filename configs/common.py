@@ -13,23 +13,7 @@ from ml_collections import ConfigDict, config_dict
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers.registry import REDUCERS
 
-REDUCTIONS = (
-    "cropr",
-    "none",
-    "random",
-    "variance",
-    "attn_topk",
-    "non_salient",
-    "kmedoids",
-    "ats",
-    "dpc_knn",
-    "evit",
-    "tome",
-    "dynamicvit",
-    "sit",
-    "sinkhorn",
-    "patchmerger",
-)
+REDUCTIONS = ("none", *REDUCERS)
 SCHEDULES = ("per_block", "three_stage", "aggressive")
 FUSIONS = ("llf", "none")
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from cropr_jax import rng
 from cropr_jax.layers import Dtype, LayerNorm, Mlp, normal_init
-from cropr_jax.reducers.base import Context, Pruner
+from cropr_jax.reducers.base import Context, Pruner, SiteSizes
 from cropr_jax.tokens import Tokens
 
 
@@ -199,6 +199,13 @@ class Cropr(Pruner):
     sample_in_eval: bool = False
 
     salience: ClassVar[float] = 1.0
+
+    def macs(self, sizes: SiteSizes) -> tuple[int, int]:
+        """Nothing, but for the projections of tokens and queries, which the slim form has not."""
+        if self.slim or not self.projections:
+            return 0, 0
+        tokens = sizes.prefix + sizes.patches
+        return (tokens + self.num_queries) * sizes.width**2, 0
 
     @nn.compact
     def score(

@@ -13,9 +13,8 @@ ViT-L).
 import dataclasses
 import itertools
 
-from cropr_jax.cropr import Cropr
 from cropr_jax.models.vit import ViT
-from cropr_jax.reducers.soft import SoftReducer
+from cropr_jax.reducers.base import SiteSizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,39 +53,11 @@ def block_macs(
 
 
 def site_macs(model: ViT, tokens: int, after: int) -> Macs:
-    """What a site adds at inference, of `tokens` before and `after` it (the prefix counted).
-
-    Cropr's slim form adds nothing (one dot product a token), nor does its full form. The multi-head
-    ablation in its full form projects the tokens to keys, and the queries. What needs column means
-    recomputes Q K^T, Attn Top-K for the queries that are patches. Clustering methods compare all
-    patches with all others, ToMe half of them with the other half in the width of a head. The soft
-    methods have a logit for each patch in each output, and mix; SiT's come from an MLP. DynamicViT
-    scores with four layers.
-    """
-    reducer = model.make_reducer()
-    patches, outputs = tokens - model.prefix, after - model.prefix
-    width, half, quarter = model.width, model.width // 2, model.width // 4
-    layers = {
-        "dynamicvit": width * width + width * half + half * quarter + quarter * 2,
-        "patchmerger": width * outputs,
-        "sinkhorn": width * outputs,
-        "sit": width * half + half * outputs,
-    }
-    if model.reduction in layers:
-        mixed = outputs if isinstance(reducer, SoftReducer) else 0
-        return Macs(patches * layers[model.reduction], patches * mixed * width)
-    products = {
-        "dpc_knn": patches**2 * model.width,
-        "kmedoids": (patches**2 + tokens**2) * model.width,
-        "tome": patches**2 // 4 * (model.width // model.heads),
-    }
-    if model.reduction in products:
-        return Macs(0, products[model.reduction])
-    if "col_mean" in reducer.needs:
-        return Macs(0, patches * tokens * model.width)
-    if isinstance(reducer, Cropr) and reducer.projections and not model.slim:
-        return Macs((tokens + model.num_queries) * model.width**2)
-    return Macs()
+    """What a site adds at inference (`Reducer.macs`), of `tokens` before and `after` it."""
+    sizes = SiteSizes(
+        tokens - model.prefix, after - model.prefix, model.prefix, model.width, model.heads
+    )
+    return Macs(*model.make_reducer().macs(sizes))
 
 
 def breakdown(model: ViT) -> dict[str, Macs]:

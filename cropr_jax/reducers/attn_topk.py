@@ -1,6 +1,6 @@
 """Attn Top-K: keeps the patches that self-attention looks at most."""
 
-from cropr_jax.reducers.base import Context, Pruner
+from cropr_jax.reducers.base import Context, Pruner, SiteSizes
 from cropr_jax.tokens import Tokens
 
 SOURCES = ("cls_row", "col_mean")
@@ -28,6 +28,12 @@ class AttnTopK(Pruner):
         if self.source not in SOURCES:
             raise ValueError(f"attn_topk source: found {self.source!r}, expected one of {SOURCES}")
         return frozenset({self.source})
+
+    def macs(self, sizes: SiteSizes) -> tuple[int, int]:
+        """Q K^T once more for the queries that are patches, if all of them vote."""
+        if self.source == "cls_row":
+            return 0, 0
+        return 0, sizes.patches * (sizes.prefix + sizes.patches) * sizes.width
 
     def score(self, tokens: Tokens, context: Context, train: bool):
         received = context.cls_row.mean(1) if self.source == "cls_row" else context.col_mean

@@ -4,7 +4,7 @@ Letters: b batch, p prefix tokens, m patch tokens, k kept, h heads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,24 @@ class Context:
                 f"{who} draws at random: call the model with keys=rng.example_keys(...)"
             )
         return self.keys
+
+
+class SiteSizes(NamedTuple):
+    """Sizes of one site, by which a method counts what it costs.
+
+    Attributes:
+      patches: m, patch tokens that enter.
+      keep: k, patch tokens that leave.
+      prefix: p.
+      width: d.
+      heads: h, of the backbone.
+    """
+
+    patches: int
+    keep: int
+    prefix: int
+    width: int
+    heads: int
 
 
 class Reducer(nn.Module):
@@ -102,6 +120,15 @@ class Reducer(nn.Module):
     def most(self, patches: int) -> int:
         """How many of `patches` tokens one site can remove."""
         return patches - 1
+
+    def macs(self, sizes: SiteSizes) -> tuple[int, int]:
+        """What the site adds at inference for one image, in multiply-accumulates.
+
+        Returns:
+          Those of linear layers, and those of products of tokens with tokens. Scores of one dot
+          product a token count as nothing, as every operation per channel.
+        """
+        return 0, 0
 
     def __call__(
         self, tokens: Tokens, context: Context, *, keep: int, train: bool

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cropr_jax import routing
 from cropr_jax.layers import normal_init
-from cropr_jax.reducers.base import Context, Reducer
+from cropr_jax.reducers.base import Context, Reducer, SiteSizes
 from cropr_jax.reducers.clusters import assign, membership, squared_distances
 from cropr_jax.tokens import Tokens
 
@@ -85,6 +85,10 @@ class DPCKNN(Reducer):
     @property
     def refuses_fusion(self) -> str:
         return "merges tokens instead of pruning them"
+
+    def macs(self, sizes: SiteSizes) -> tuple[int, int]:
+        """Distances of all patches from all others."""
+        return 0, sizes.patches**2 * sizes.width
 
     @nn.compact
     def __call__(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from cropr_jax import rng
 from cropr_jax.layers import Dtype, LayerNorm, gelu, normal_init
-from cropr_jax.reducers.base import Context, Pruner
+from cropr_jax.reducers.base import Context, Pruner, SiteSizes
 from cropr_jax.tokens import Tokens
 
 # Keeps the mean of no tokens at all finite.
@@ -85,6 +85,12 @@ class DynamicViT(Pruner):
     @property
     def refuses_fusion(self) -> str:
         return "only masks in training, where what it drops goes through all blocks"
+
+    def macs(self, sizes: SiteSizes) -> tuple[int, int]:
+        """The four layers of the predictor."""
+        width, half, quarter = sizes.width, sizes.width // 2, sizes.width // 4
+        layers = width * width + width * half + half * quarter + quarter * 2
+        return sizes.patches * layers, 0
 
     @nn.compact
     def score(

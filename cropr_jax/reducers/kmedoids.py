@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from cropr_jax import routing
-from cropr_jax.reducers.base import Context, Pruner
+from cropr_jax.reducers.base import Context, Pruner, SiteSizes
 from cropr_jax.reducers.clusters import assign, membership, squared_distances
 from cropr_jax.tokens import Tokens
 
@@ -71,6 +71,10 @@ class KMedoids(Pruner):
                 f"kmedoids variant: found {self.variant!r}, expected one of {VARIANTS}"
             )
         return frozenset({"col_mean_all"})
+
+    def macs(self, sizes: SiteSizes) -> tuple[int, int]:
+        """Distances of all patches, and Q K^T once more for the attention that tokens receive."""
+        return 0, (sizes.patches**2 + (sizes.prefix + sizes.patches) ** 2) * sizes.width
 
     def order(
         self, tokens: Tokens, context: Context, keep: int, train: bool

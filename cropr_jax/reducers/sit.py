@@ -8,6 +8,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from cropr_jax.layers import LayerNorm, gelu, normal_init
+from cropr_jax.reducers.base import SiteSizes
 from cropr_jax.reducers.soft import SoftReducer
 
 
@@ -21,6 +22,11 @@ class SiT(SoftReducer):
     """
 
     count_axes: ClassVar[Mapping[str, int]] = {"fc2/kernel": 1, "fc2/bias": 0}
+
+    def logit_macs(self, sizes: SiteSizes) -> int:
+        """Those of its MLP."""
+        hidden = sizes.width // 2
+        return sizes.width * hidden + hidden * sizes.keep
 
     @nn.compact
     def mix(

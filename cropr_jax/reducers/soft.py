@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from cropr_jax.reducers.base import Context, Reducer
+from cropr_jax.reducers.base import Context, Reducer, SiteSizes
 from cropr_jax.tokens import Tokens
 
 
@@ -20,6 +20,15 @@ class SoftReducer(Reducer):
     """
 
     keeps_positions: ClassVar[bool] = False
+
+    def logit_macs(self, sizes: SiteSizes) -> int:
+        """MACs of the logits of one patch, by default those of its product with every output."""
+        return sizes.width * sizes.keep
+
+    def macs(self, sizes: SiteSizes) -> tuple[int, int]:
+        """A logit for each patch in each output, and the mixing."""
+        mixing = sizes.patches * sizes.keep * sizes.width
+        return sizes.patches * self.logit_macs(sizes), mixing
 
     def mix(
         self, x: Float[Array, "b m d"], keep: int

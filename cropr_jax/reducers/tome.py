@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from cropr_jax import routing
-from cropr_jax.reducers.base import Context, Reducer
+from cropr_jax.reducers.base import Context, Reducer, SiteSizes
 from cropr_jax.tokens import Tokens
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -106,6 +106,10 @@ class ToMe(Reducer):
     def most(self, patches: int) -> int:
         """Half of them: only tokens at even places merge."""
         return patches // 2
+
+    def macs(self, sizes: SiteSizes) -> tuple[int, int]:
+        """Half of the patches with the other half, in the width of a head."""
+        return 0, sizes.patches**2 // 4 * (sizes.width // sizes.heads)
 
     def __call__(
         self, tokens: Tokens, context: Context, *, keep: int, train: bool
