@@ -2,6 +2,7 @@
 
     python -m cropr_jax.bench --config vit_l,r=8,fusion=llf,res=224
     python -m cropr_jax.bench --config configs/in1k.py:vit_l --stage train --json speed.json
+    python -m cropr_jax.bench --config vit_b --reduction all --batch_size 8
     python -m cropr_jax.bench --floor
     python -m cropr_jax.bench --input --config configs/in1k.py:vit_l
 
@@ -10,8 +11,9 @@ Variants need jax, flax, optax, einops and numpy alone; config files also ml_col
 """
 
 import argparse
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cropr_jax import cli
 from cropr_jax.bench import floor, report, spec, throughput
@@ -41,7 +43,10 @@ def parser() -> argparse.ArgumentParser:
         help="FILE.py:ARGS or VARIANT,KEY=VALUE,...; may be given several times",
     )
     add(
-        "--reduction", type=cli.words, default=("none", "random", "cropr"), help="methods, by comma"
+        "--reduction",
+        type=cli.words,
+        default=("none", "random", "cropr"),
+        help="methods, by comma; 'all' for none and every method that the model can have",
     )
     add("--batch_size", type=batch, default=0, help="'auto' (each method's best) or a number")
     add(
@@ -83,7 +88,25 @@ def run_input(configs: Sequence[str]) -> None:
         print(f"{config}\n{input_benchmark(spec.load_file(config))}", flush=True)
 
 
-def run_group(config: str, settings: throughput.Settings, file: report.Report) -> None:
+def check_methods(
+    config: str, settings: throughput.Settings
+) -> tuple[throughput.Settings, dict[str, str]]:
+    """Settings with the methods that will be timed, and why some of 'all' will not be.
+
+    Raises:
+      ConfigError: if a method that was named cannot be, or none can.
+    """
+    if settings.reductions == ("all",):
+        made, refused = throughput.every_method(config, settings)
+        return dataclasses.replace(settings, reductions=made), refused
+    for name in settings.reductions:
+        throughput.create(config, name, settings)
+    return settings, {}
+
+
+def run_group(
+    config: str, settings: throughput.Settings, refused: Mapping[str, str], file: report.Report
+) -> None:
     """Times one group, unless the file holds it, and prints its table."""
     identity = {name: getattr(settings, name) for name in report.IDENTITY[2:]}
     found = [file.find(config=config, reduction=name, **identity) for name in settings.reductions]
@@ -105,8 +128,10 @@ def run_group(config: str, settings: throughput.Settings, file: report.Report) -
         cli.say(f"already in {file.path}")
     else:
         rows = throughput.measure(config, settings, cli.say, save)
+    if refused:
+        file.put(refused=file.content.get("refused", {}) | {config: dict(refused)})
     print(f"\n{config}, {settings.precision}, {settings.stage}, {file.content['device']}")
-    print(report.table(rows), flush=True)
+    print(report.table(rows, refused), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -136,14 +161,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             form=args.form,
             stage=args.stage,
         )
-        for name in args.reduction:
-            throughput.create(config, name, settings)
-        groups.append((config, settings))
+        groups.append((config, *check_methods(config, settings)))
     file = report.Report(args.json)
     if args.floor:
         run_floor(file)
-    for config, settings in groups:
-        run_group(config, settings, file)
+    for config, settings, refused in groups:
+        run_group(config, settings, refused, file)
 
 
 if __name__ == "__main__":

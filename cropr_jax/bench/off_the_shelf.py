@@ -2,7 +2,6 @@
 
     python -m cropr_jax.bench.off_the_shelf --weights vit_tiny.npz --data imagenet_a:none \
         --data imagenet_b --rates 4,8,12,three_stage:29 --fusion llf,none \
-        --reductions random,variance,attn_topk,attn_topk_inverse \
         --json off_the_shelf.json --markdown off_the_shelf.md
 
 Every method sees the same images, so differences to the unpruned model are paired: their intervals
@@ -12,159 +11,28 @@ a second start of the same command goes on where the first was cut. Reading imag
 
 import argparse
 import dataclasses
-import functools
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jaxtyping import Array, Int, Key, UInt8
 
-from cropr_jax import cli, models, rng
-from cropr_jax.bench import flops, paired, report
+from cropr_jax import cli, models
+from cropr_jax.bench import flops, paired, report, untrained
+from cropr_jax.bench.ranking import ranks, read_images
+from cropr_jax.bench.untrained import Variant
 from cropr_jax.convert import architecture
-from cropr_jax.convert.load import load, open_source
+from cropr_jax.convert.load import load
 from cropr_jax.convert.timm import check_match
 from cropr_jax.errors import ConfigError
 from cropr_jax.fusion import FUSIONS
 from cropr_jax.models.vit import ViT
-from cropr_jax.tasks.classification import rank_of_label
 
 CROP_RATIO = 0.9  # shorter side 248 at 224, as the AugReg checkpoints are tested
-REDUCTIONS = ("random", "variance", "attn_topk", "attn_topk_inverse")
-INVERSE = "_inverse"  # suffix of a method that keeps what it would prune
-DRAWS = frozenset({"random"})  # methods that are averaged over seeds
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """One row: method as the table names it, schedule, R, and what becomes of pruned tokens."""
-
-    reduction: str = "none"
-    schedule: str = "per_block"
-    rate: int = 0
-    fusion: str = "none"
-
-    def fields(self) -> dict[str, Any]:
-        """`reduction` of a model config."""
-        name = self.reduction.removesuffix(INVERSE)
-        options = {"inverse": True} if name != self.reduction else {}
-        return {
-            "name": name,
-            "schedule": self.schedule,
-            "rate": self.rate,
-            "fusion": self.fusion,
-            "options": options,
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class Images:
-    """Labelled images of all folders together.
-
-    Attributes:
-      pixels: RGB, 0 to 255.
-      labels: class of each.
-      folders: name, number of images and crop ratio of each folder.
-    """
-
-    pixels: UInt8[np.ndarray, "n h w 3"]
-    labels: Int[np.ndarray, "n"]
-    folders: tuple[dict[str, Any], ...]
-
-    def digest(self) -> str:
-        """Tells image sets and preprocessing apart."""
-        return hashlib.sha256(self.pixels.tobytes() + self.labels.tobytes()).hexdigest()
-
-
-def model_fields(path: Path, heads: int, size: tuple[int, int] | None) -> dict[str, Any]:
-    """The model config that weights belong to.
-
-    Args:
-      path: of a whole CLS-pooled ViT.
-      heads: attention heads; 0 for those that the width implies.
-      size: (height, width) of images, None for that of the weights.
-
-    Raises:
-      ConfigError: if they are of another model, or the heads cannot be known.
-    """
-    source, _ = open_source(str(path), heads or None)
-    fields = architecture.model_fields(source)
-    if fields["pool"] != "cls" or not fields["num_classes"]:
-        raise ConfigError(f"--weights: '{path}' is no whole ViT with CLS, its last norm and head")
-    return fields | ({"image_size": size} if size else {})
-
-
-def read_images(folders: Sequence[tuple[str, Any]], model: ViT) -> Images:
-    """Decodes, resizes and crops all images, as in evaluation.
-
-    Args:
-      folders: (folder with a labels.json, crop ratio or 'none' to crop only).
-      model: for the size and the number of classes.
-
-    Raises:
-      ConfigError: if a folder cannot be read or has labels beyond the model's classes.
-    """
-    from cropr_jax.data import preprocess, sources
-
-    pixels, labels, found = [], [], []
-    for folder, ratio in folders:
-        data = {"source": "image_folder", "dir": folder, "num_classes": model.num_classes}
-        source = sources.open_source(data, "all")
-        if source.num_classes > model.num_classes:
-            raise ConfigError(
-                f"--data: '{folder}' has labels up to {source.num_classes - 1}, the weights "
-                f"{model.num_classes} classes"
-            )
-        settings = {"res": model.image_size, "interpolation": "bicubic", "crop_ratio": ratio}
-        for i in range(len(source)):
-            image = preprocess.decode(source[i]["image"])
-            pixels.append(np.asarray(preprocess.eval_image(image, settings)))
-            labels.append(source[i]["label"])
-        found.append({"name": Path(folder).name, "images": len(source), "crop_ratio": ratio})
-    return Images(np.stack(pixels), np.array(labels, np.int32), tuple(found))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def batch_ranks(
-    model: ViT,
-    normalize: tuple[tuple[float, ...], tuple[float, ...]],
-    params: Mapping[str, Any],
-    pixels: UInt8[Array, "b h w 3"],
-    labels: Int[Array, "b"],
-    keys: Key[Array, "b"],
-) -> Int[Array, "b"]:
-    """Rank of the label among the logits of each image, 0 for right; one program per model."""
-    mean, std = (jnp.asarray(value, jnp.float32) for value in normalize)
-    images = (pixels.astype(jnp.float32) / 255 - mean) / std
-    logits, _ = model.apply({"params": params}, images, keys=keys)
-    return rank_of_label(logits, labels)
-
-
-def ranks(
-    model: ViT,
-    normalize: tuple[tuple[float, ...], tuple[float, ...]],
-    params: Mapping[str, Any],
-    images: Images,
-    seed: int,
-    batch_size: int,
-) -> Int[np.ndarray, "n"]:
-    """Rank of the label for every image; draws depend on the seed and the image's number alone."""
-    count = len(images.labels)
-    found = []
-    for start in range(0, count, batch_size):
-        # The last batch is filled up with the last image, so that no second program is compiled.
-        ids = np.minimum(np.arange(start, start + batch_size), count - 1)
-        keys = rng.example_keys(jax.random.key(seed), 0, jnp.asarray(ids))
-        found.append(
-            batch_ranks(model, normalize, params, images.pixels[ids], images.labels[ids], keys)
-        )
-    return np.concatenate(found)[:count]
 
 
 def make_row(variant: Variant, model: ViT, found: Sequence[np.ndarray], base: Any) -> report.Row:
@@ -198,6 +66,11 @@ def make_row(variant: Variant, model: ViT, found: Sequence[np.ndarray], base: An
             f"top{top}_interval": paired.interval(differences),
         }
     return row
+
+
+def unreachable_row(variant: Variant, reason: str) -> report.Row:
+    """A row of the table for a schedule that a method cannot meet."""
+    return dataclasses.asdict(variant) | {"unreachable": reason}
 
 
 def variant_of(row: report.Row) -> Variant:
@@ -253,7 +126,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="[SCHEDULE:]R,...",
         help="tokens removed at a site; per_block unless another schedule is named",
     )
-    add("--reductions", type=methods, default=REDUCTIONS, help="by comma; '' for none")
+    add(
+        "--reductions",
+        type=methods,
+        help="by comma, '' for none; every method without parameters unless given",
+    )
     add("--fusion", type=cli.words, default=FUSIONS, help="by comma")
     add("--heads", type=int, default=0, help="attention heads, if no known variant")
     add("--res", type=architecture.size, metavar="H[xW]", help="image size, if not the weights'")
@@ -264,16 +141,6 @@ def parser() -> argparse.ArgumentParser:
     add("--json", help="file for the results")
     add("--markdown", type=Path, help="file for the tables")
     return made
-
-
-def variants(args: argparse.Namespace) -> list[Variant]:
-    """All rows but the unpruned one, by rate, method and fusion."""
-    return [
-        Variant(reduction, schedule, rate, fusion)
-        for schedule, rate in args.rates
-        for reduction in args.reductions
-        for fusion in args.fusion
-    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -291,12 +158,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--data: ratio {ratio} of '{path}', expected one in (0, 1] or none")
     if not args.weights.is_file():
         raise ConfigError(f"--weights: '{args.weights}' does not exist; expected a file")
-    fields = model_fields(args.weights, args.heads, args.res)
-    made = {Variant(): models.create(fields)}
-    for variant in variants(args):
-        if variant.reduction == "none":
-            raise ConfigError("--reductions: 'none' is always measured; leave it out")
-        made[variant] = models.create(fields | {"reduction": variant.fields()})
+    fields = untrained.model_fields(args.weights, args.heads, args.res)
+    if args.reductions is None:
+        args.reductions = untrained.parameter_free(fields)
+    elif "none" in args.reductions:
+        raise ConfigError("--reductions: 'none' is always measured; leave it out")
+    made, unreachable = untrained.plan(fields, args.reductions, args.rates, args.fusion)
     params = unflatten_dict(load(str(args.weights), made[Variant()]).params, sep="/")
     for model in {variant.reduction: model for variant, model in made.items()}.values():
         # Methods with parameters of their own (Cropr) need training and are refused here.
@@ -326,9 +193,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = {variant_of(row): row for row in file.content["rows"]}
     base = None
     for variant, model in made.items():
-        seeds = args.seeds if variant.reduction in DRAWS else 1
+        seeds = args.seeds if variant.draws() else 1
         row = rows.get(variant)
-        if row is None or len(row["ranks"]) != seeds:
+        if row is None or len(row.get("ranks", ())) != seeds:
             start = time.perf_counter()
             found = [
                 ranks(model, normalize, params, images, seed, args.batch_size)
@@ -340,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             accuracy = paired.percent(row["top1"])
             cli.say(f"{variant}: top-1 {accuracy} % in {time.perf_counter() - start:.0f} s")
         base = base or row
-    asked = [rows[variant] for variant in made]
+    rows |= {variant: unreachable_row(variant, why) for variant, why in unreachable.items()}
+    file.put(rows=list(rows.values()))
+    asked = [rows[variant] for variant in (*made, *unreachable)]
     text = paired.table(file.content | {"rows": asked})
     print(text)
     if args.markdown:

@@ -75,7 +75,12 @@ def table(content: Mapping[str, Any]) -> str:
             "| difference (95 %) |",
             "|---|---|--:|--:|--:|--:|--:|--:|",
         ]
+        notes = []
         for row in group:
+            if "unreachable" in row:
+                lines.append(f"| {row['reduction']} | {row['fusion']} | unreachable | | | | | |")
+                notes += ["", f"{row['reduction']}: {row['unreachable']}."]
+                continue
             cells = [row["reduction"], row["fusion"], str(row["removed"])]
             cells.append(f"{row['macs_all'] / 1e9:.2f}")
             for top in ("top1", "top5"):
@@ -85,6 +90,7 @@ def table(content: Mapping[str, Any]) -> str:
                 cells.append(percent(row[top]) + (spread if len(seeds) > 1 else ""))
                 cells.append(f"{percent(row[f'{top}_difference'], '+')} [{low}, {high}]")
             lines.append(f"| {' | '.join(cells)} |")
+        lines += notes
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
 import importlib.metadata
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "einops", "numpy")
 IDENTITY = ("config", "reduction", "precision", "attention", "form", "stage")
 COLUMNS = {
     "reduction": lambda row: row["reduction"],
+    # Rows of older files do not say.
+    "fusion": lambda row: row.get("fusion", ""),
     "images/s": lambda row: f"{row['images_per_second']:.4g}",
     "spread": lambda row: f"{row['spread']:.2g}",
     "ratio": lambda row: "" if row["ratio"] is None else f"{row['ratio']:.3f}",
@@ -47,10 +49,16 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows of one group as text."""
+def table(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
+    """Rows of one group as text.
+
+    Args:
+      rows: of the methods that were timed.
+      refused: why others were not, by name.
+    """
     cells = [[show(row) for show in COLUMNS.values()] for row in rows]
-    return format_table(list(COLUMNS), cells)
+    reasons = [f"{name}: not timed, {reason}" for name, reason in refused.items()]
+    return "\n".join([format_table(list(COLUMNS), cells), *reasons])
 
 
 def environment() -> dict[str, Any]:

@@ -6,11 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cropr_jax import models
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.vit import VARIANTS
 
-# The paper's pruning rate for 224 x 224 pixels (section "Pruning schedule"); ours for ti and s.
-RATES = {"ti": 16, "s": 16, "b": 16, "l": 8, "h": 8}
+# R at 224 x 224 pixels: the paper's for ViT-B, L, H (section "Pruning schedule") and EVA-02-L (40
+# at 448 pixels, Table "imagenet_sota"), ours for the others.
+RATES = {
+    "vit": {"ti": 16, "s": 16, "b": 16, "l": 8, "h": 8},
+    "eva02": {"ti": 20, "s": 20, "b": 20, "l": 10},
+}
+RATE = 8  # of sizes without a name
 SHORT = {
     "r": "reduction.rate",
     "schedule": "reduction.schedule",
@@ -57,26 +62,26 @@ def load_file(config: str) -> dict[str, Any]:
 def parse_variant(config: str) -> dict[str, Any]:
     """Fields of a model, as `models.create` takes them, from `vit_l,r=8,fusion=llf,res=224`.
 
-    The first word is `vit_ti`, `vit_s`, `vit_b`, `vit_l` or `vit_h`, or `vit` with `width=`,
+    The first word is a variant such as `vit_ti` or `eva02_l`, or `vit` or `eva02` with `width=`,
     `depth=`, `heads=` and `patch=`. Then come short names (`r`, `schedule`, `fusion`, `res` as 224
     or 224x320, `classes`, `queries`) or any field of the model (`prefix=0`,
-    `reduction.options.heads=16`). R defaults to the paper's 16, 8 and 8 for B, L and H at 224
-    pixels and grows with the area, as in the paper (8, 18 and 32 at 224, 336 and 448).
+    `reduction.options.heads=16`). R defaults to the paper's (`RATES`) and grows with the area, as
+    in the paper (8, 18 and 32 at 224, 336 and 448).
 
     Raises:
       ConfigError: on an unknown variant or a word that is no `key=value`.
     """
-    name, *words = config.split(",")
-    variant = name.removeprefix("vit_")
-    if name != "vit" and variant not in RATES:
-        expected = ", ".join(f"'vit_{known}'" for known in VARIANTS)
+    first, *words = config.split(",")
+    name, _, variant = first.partition("_")
+    known = RATES.get(name, {})
+    if name not in RATES or (first != name and variant not in known):
+        expected = [f"{name}_{variant}" for name, known in RATES.items() for variant in known]
         raise ConfigError(
-            f"--config: found {name!r}, expected a file such as configs/in1k.py:vit_l, or one of "
-            f"{expected}, 'vit'"
+            f"--config: found {first!r}, expected a file such as configs/in1k.py:vit_l, or one of "
+            f"{', '.join(map(repr, (*expected, *RATES)))}"
         )
     fields: dict[str, Any] = {"image_size": 224, "num_classes": 1000, "reduction": {}}
-    if name != "vit":
-        fields["variant"] = variant
+    fields |= {"name": name} | ({"variant": variant} if variant else {})
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
@@ -88,7 +93,8 @@ def parse_variant(config: str) -> dict[str, Any]:
         node[last] = value_of(text)
     side = fields["image_size"]
     area = side * side if isinstance(side, int) else side[0] * side[1]
-    fields["reduction"].setdefault("rate", round(RATES.get(variant, 8) * area / 224**2))
+    rate = round(known.get(variant, RATE) * area / 224**2)
+    fields["reduction"].setdefault("rate", rate)
     return fields
 
 
@@ -108,3 +114,18 @@ def with_reduction(fields: Mapping[str, Any], name: str, **more: Any) -> dict[st
     if before.pop("name", "cropr") != name:
         before.pop("options", None)
     return {**fields, **more, "reduction": {**before, "name": name}}
+
+
+def fit_fusion(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same model, without Last Layer Fusion if its method refuses it.
+
+    Raises:
+      ConfigError: if there is no such method or model.
+    """
+    reduction = dict(fields["reduction"])
+    if reduction["name"] == "none":
+        return dict(fields)
+    # Whatever the rate asked for can be met.
+    trial = models.create({**fields, "reduction": {**reduction, "rate": 0, "fusion": "none"}})
+    more = {"fusion": "none"} if trial.make_reducer().refuses_fusion else {}
+    return {**fields, "reduction": reduction | more}

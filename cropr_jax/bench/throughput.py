@@ -19,7 +19,9 @@ from cropr_jax import models
 from cropr_jax.bench import flops, spec
 from cropr_jax.bench.programs import Inference, Program, Training, Weights
 from cropr_jax.bench.report import Row
+from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
+from cropr_jax.reducers.registry import REDUCERS
 
 # A method is called in a round until this much time is full, at least once.
 ROUND_SECONDS = 0.3
@@ -122,17 +124,40 @@ def best_batch(compile_: Callable[[int], Program], say: Callable[[str], None]) -
 
 
 def create(config: str, reduction: str, settings: Settings) -> ViT:
-    """The training form of a method's model.
+    """The training form of a method's model, without Last Layer Fusion if the method refuses it.
 
     Raises:
       ConfigError: if there is no such model.
     """
-    fields = spec.model_fields(config)
-    return models.create(
-        spec.with_reduction(
-            fields, reduction, dtype=settings.precision, attention=settings.attention
-        )
+    fields = spec.with_reduction(
+        spec.model_fields(config),
+        reduction,
+        dtype=settings.precision,
+        attention=settings.attention,
     )
+    return models.create(spec.fit_fusion(fields))
+
+
+def every_method(config: str, settings: Settings) -> tuple[tuple[str, ...], dict[str, str]]:
+    """'none' and every registered method, and why some cannot be timed.
+
+    Returns:
+      Names of those that can, and reasons by name of those that the model or its schedule refuses.
+
+    Raises:
+      ConfigError: if none can.
+    """
+    create(config, "none", settings)
+    made, refused = ["none"], {}
+    for name in REDUCERS:
+        try:
+            create(config, name, settings)
+            made.append(name)
+        except ConfigError as error:
+            refused[name] = str(error)
+    if len(refused) == len(REDUCERS):
+        raise ConfigError(next(iter(refused.values())))
+    return tuple(made), refused
 
 
 def prepare(
@@ -220,12 +245,13 @@ def spread(values: np.ndarray) -> float:
 
 
 def model_facts(model: ViT, form: str) -> Row:
-    """Counts of a model: MACs (at inference, in that form), parameters, tokens after each site."""
+    """Counts of a model, MACs at inference in that form, and whether it fuses its tokens."""
     height, width = model.grid
     params = models.abstract_params(model)
     slim = jax.eval_shape(lambda tree: models.slim_params(model, tree), params)
     macs = flops.count(model.clone(slim=form == "slim"))
     return {
+        "fusion": "llf" if model.fused else "none",
         "macs_linear": macs.linear,
         "macs_all": macs.all,
         "params_full": models.count(params),

@@ -89,6 +89,8 @@ class Reducer(nn.Module):
       hook: 'after' the block, or 'middle', between its attention and its MLP.
       keeps_positions: false if the tokens that leave stand for no place in the image; such a method
         works with neither rotary embeddings nor Last Layer Fusion.
+      draws: whether it draws at random outside training.
+      untrained: options with which it has nothing to train, if by default it has.
     """
 
     num_outputs: int = 0
@@ -98,6 +100,8 @@ class Reducer(nn.Module):
 
     hook: ClassVar[str] = "after"
     keeps_positions: ClassVar[bool] = True
+    draws: ClassVar[bool] = False
+    untrained: ClassVar[Mapping[str, Any]] = {}
     # Parameters whose shape holds the number of outputs k, and on which axis: weights that are
     # trained with them serve one schedule at one image size.
     count_axes: ClassVar[Mapping[str, int]] = {}

@@ -1,6 +1,7 @@
 """DPC-KNN: clusters tokens around density peaks and averages each cluster."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -81,6 +82,7 @@ class DPCKNN(Reducer):
     equal_weight: bool = False
 
     hook: ClassVar[str] = "after"
+    untrained: ClassVar[Mapping[str, Any]] = {"equal_weight": True}
 
     @property
     def refuses_fusion(self) -> str:

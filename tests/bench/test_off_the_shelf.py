@@ -1,15 +1,14 @@
-"""Accuracy without training: the paired bootstrap, reading weights, the whole command."""
+"""Accuracy without training: reading weights, the whole command."""
 
 import json
 
 import jax
 import numpy as np
 import pytest
-from conftest import random_params
 from PIL import Image
 
 from cropr_jax import models
-from cropr_jax.bench import flops, off_the_shelf, paired
+from cropr_jax.bench import flops, off_the_shelf, untrained
 from cropr_jax.convert.timm import params_from_state_dict
 from cropr_jax.errors import ConfigError
 
@@ -81,53 +80,6 @@ def arguments(place, *more):
     ]
 
 
-def test_interval_of_equal_differences_is_a_point():
-    assert paired.interval(np.zeros(10)) == (0, 0)
-    assert paired.interval(np.full(10, -1.0)) == (-1, -1)
-
-
-def test_interval_of_two_images():
-    # Means 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4: both ends are within 95 %.
-    assert paired.interval(np.array([0.0, 1.0])) == (0, 1)
-
-
-def test_interval_of_losses_has_binomial_quantiles():
-    # 10 losses in 100: the number in a resample is Binomial(100, 0.1), whose 2.5 % and 97.5 %
-    # quantiles are 5 and 16.
-    differences = np.where(np.arange(100) < 10, -1.0, 0.0)
-    assert paired.interval(differences) == pytest.approx((-0.16, -0.05))
-
-
-def test_interval_agrees_with_resampled_indices():
-    rng = np.random.default_rng(1)
-    differences = rng.choice([-1, -1 / 3, 0, 1 / 3, 1], size=400, p=[0.1, 0.1, 0.6, 0.1, 0.1])
-    means = differences[rng.integers(0, 400, (4000, 400))].mean(1)
-    expected = np.quantile(means, (0.025, 0.975))
-    np.testing.assert_allclose(paired.interval(differences), expected, atol=0.005)
-    # Pairing with itself: what only one image in ten changes is known to a few per cent.
-    assert paired.interval(differences) == paired.interval(differences[::-1])
-
-
-def test_hits_average_over_seeds():
-    row = {"ranks": ["0149", "1049"]}
-    np.testing.assert_array_equal(paired.hits(row, 1), [0.5, 0.5, 0, 0])
-    np.testing.assert_array_equal(paired.hits(row, 5), [1, 1, 1, 0])
-
-
-def test_percent_has_no_negative_zero():
-    assert paired.percent(-1e-9, "+") == "+0.0"
-    assert paired.percent(-0.0123, "+") == "-1.2"
-
-
-def test_markdown_replaces_its_own_part(tmp_path):
-    path = tmp_path / "docs" / "a.md"
-    paired.write_markdown(path, "one")
-    path.write_text(f"before\n{path.read_text()}after\n")
-    paired.write_markdown(path, r"two \1")
-    begin, end = paired.MARKS
-    assert path.read_text() == f"before\n{begin}\ntwo \\1\n{end}\nafter\n"
-
-
 def test_folders_on_the_command_line():
     assert off_the_shelf.folder("a/b:none") == ("a/b", "none")
     assert off_the_shelf.folder("a:b:0.875") == ("a:b", 0.875)
@@ -140,7 +92,7 @@ def test_rates_on_the_command_line():
 
 
 def test_sizes_are_read_from_the_weights(place):
-    model = models.create(off_the_shelf.model_fields(place / "tiny.npz", 2, None))
+    model = models.create(untrained.model_fields(place / "tiny.npz", 2, None))
     assert (model.width, model.depth, model.heads, model.mlp_ratio) == (WIDTH, DEPTH, 2, 2)
     assert (model.image_size, model.patch, model.pool) == ((SIDE, SIDE), (PATCH, PATCH), "cls")
     assert (model.num_classes, model.prefix, model.layer_scale) == (CLASSES, 1, None)
@@ -151,30 +103,16 @@ def test_another_image_size(place, capsys):
     del alone[2:6]  # of --data what is only cropped
     off_the_shelf.main([*alone, "--res", "12x20", "--json", str(place / "out.json")])
     (row,) = json.loads((place / "out.json").read_text())["rows"]
-    larger = models.create(off_the_shelf.model_fields(place / "tiny.npz", 2, (12, 20)))
+    larger = models.create(untrained.model_fields(place / "tiny.npz", 2, (12, 20)))
     assert larger.grid == (3, 5) and row["macs_all"] == flops.count(larger).all
     assert len(row["ranks"][0]) == 7 and "Unpruned" in capsys.readouterr().out
-
-
-def test_inverse_keeps_what_attention_would_prune():
-    fields = {"width": 16, "depth": 2, "heads": 2, "patch": 4, "image_size": 16, "num_classes": 5}
-    sets = []
-    for name in ("attn_topk", "attn_topk_inverse"):
-        # One site that removes 8 of 16 patches, one of them for the prefix.
-        variant = off_the_shelf.Variant(name, "per_block", 7, "none")
-        model = models.create(fields | {"pool": "cls", "reduction": variant.fields()})
-        images = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
-        _, out = model.apply({"params": random_params(model)}, images)
-        sets.append((np.sort(out["kept"][0]), np.sort(out["pruned"][0])))
-    np.testing.assert_array_equal(sets[0][0], sets[1][1])
-    np.testing.assert_array_equal(sets[0][1], sets[1][0])
 
 
 def test_the_whole_command_and_its_resumption(place, capsys, monkeypatch):
     path, document = place / "out.json", place / "out.md"
     command = arguments(
         place,
-        *("--reductions", "random,attn_topk_inverse"),
+        *("--reductions", "random,attn_topk_inverse,tome"),
         *("--seeds", "2", "--json", str(path), "--markdown", str(document)),
     )
     off_the_shelf.main(command)
@@ -182,7 +120,8 @@ def test_the_whole_command_and_its_resumption(place, capsys, monkeypatch):
     assert str(place) not in path.read_text()
     assert [folder["images"] for folder in content["data"]] == [7, 3]
     rows = {(r["reduction"], r["fusion"]): r for r in content["rows"]}
-    assert len(rows) == len(content["rows"]) == 5
+    assert len(rows) == len(content["rows"]) == 6
+    assert "at most 3 of 7 patch tokens, not 4" in rows.pop(("tome", "none"))["unreachable"]
     base = rows["none", "none"]
     assert base["top1_difference"] == 0 and base["top1_interval"] == [0, 0]
     for (reduction, _), row in rows.items():
@@ -196,12 +135,12 @@ def test_the_whole_command_and_its_resumption(place, capsys, monkeypatch):
         assert row["top1_difference"] == pytest.approx(row["top1"] - base["top1"])
     # The images differ, and pruning matters: the rows are no copies of one another.
     assert len(set(base["ranks"][0])) > 2
-    assert len({row["ranks"][0] for row in content["rows"]}) > 2
+    assert len({row["ranks"][0] for row in rows.values()}) > 2
     # Sites after blocks 1 and 2, with one patch more for CLS; without fusion after 3 as well.
     assert rows["random", "llf"]["removed"] == 9 and rows["random", "none"]["removed"] == 13
 
     # Image by image, by hand.
-    model = models.create(off_the_shelf.model_fields(place / "tiny.npz", 2, None))
+    model = models.create(untrained.model_fields(place / "tiny.npz", 2, None))
     params = params_from_state_dict(dict(np.load(place / "tiny.npz")), model)
     for i in range(7):
         pixels = np.asarray(Image.open(place / "exact" / "images" / f"{i}.png"))
@@ -212,6 +151,7 @@ def test_the_whole_command_and_its_resumption(place, capsys, monkeypatch):
 
     printed = capsys.readouterr().out
     assert "### per_block, R = 4" in printed and printed.count("| attn_topk_inverse |") == 2
+    assert "| tome | none | unreachable |" in printed
     assert printed.strip() in document.read_text()
 
     # What was measured is not measured again, more seeds are; other images are refused.

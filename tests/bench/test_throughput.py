@@ -10,6 +10,7 @@ from cropr_jax import models
 from cropr_jax.bench import __main__ as command
 from cropr_jax.bench import flops, report, spec, throughput
 from cropr_jax.errors import ConfigError
+from cropr_jax.reducers.registry import REDUCERS
 
 TINY = "vit,width=16,depth=3,heads=2,patch=4,res=16,classes=5,r=4"
 SCHEMA = {
@@ -26,6 +27,7 @@ SCHEMA = {
     "ratio_spread": float,
     "batch_size": int,
     "latency_seconds": float,
+    "fusion": str,
     "macs_linear": int,
     "macs_all": int,
     "params_full": int,
@@ -125,6 +127,27 @@ def test_training_steps_and_forms(tmp_path, capsys):
     assert full["macs_linear"] > cropr["macs_linear"]
 
 
+def test_all_methods_in_one_run(tmp_path, capsys):
+    """Every registered one, or why not; without Last Layer Fusion where the method refuses it."""
+    path = tmp_path / "speed.json"
+    small = "vit,width=8,depth=4,heads=2,patch=4,res=16,classes=3,schedule=aggressive,r=9"
+    quick = ["--batch_size", "1", "--rounds", "1", "--json", str(path)]
+    command.main(["--config", small, "--reduction", "all", *quick])
+    content = json.loads(path.read_text())
+    rows = {row["reduction"]: row for row in content["rows"]}
+    assert set(rows) == {"none", *REDUCERS} - {"tome"}
+    for name, row in rows.items():
+        refuses = name == "none" or REDUCERS[name]().refuses_fusion
+        assert row["fusion"] == ("none" if refuses else "llf")
+        assert name == "none" or row["tokens"] == [8]
+    assert "can remove at most 8 of 16" in content["refused"][small]["tome"]
+    printed = capsys.readouterr().out
+    assert "tome: not timed, " in printed and all(name in printed for name in REDUCERS)
+    # A method that was named has to work.
+    with pytest.raises(ConfigError, match="'tome' can remove at most 8 of 16"):
+        command.main(["--config", small, "--reduction", "none,tome", *quick])
+
+
 def test_best_batch_stops_when_nothing_is_gained():
     class Program:
         def __init__(self, size):
@@ -149,6 +172,7 @@ def test_rounds_rotate():
 def test_variants():
     fields = spec.parse_variant("vit_l,fusion=none,res=336,prefix=0,mlp_ratio=3.5,remat=true")
     assert fields == {
+        "name": "vit",
         "variant": "l",
         "image_size": 336,
         "num_classes": 1000,
@@ -160,6 +184,15 @@ def test_variants():
     # The paper's rates at 224, 336 and 448 pixels.
     for name, rate in (("vit_b", 16), ("vit_l", 8), ("vit_h", 8), ("vit_l,res=448", 32)):
         assert spec.parse_variant(name)["reduction"]["rate"] == rate
+    # Those of configs/in1k.py; all variants can be built.
+    for name, rate in (("eva02_ti,res=336", 45), ("eva02_b,res=448", 80), ("eva02_l,res=448", 40)):
+        assert spec.parse_variant(name)["reduction"]["rate"] == rate
+    for architecture, rates in spec.RATES.items():
+        assert set(rates) == set(models.ARCHITECTURES[architecture][0])
+    model = models.create(spec.with_reduction(spec.parse_variant("eva02_s"), "random"))
+    assert (model.mlp, model.grid, model.schedule.removed) == ("swiglu", (16, 16), 201)
+    model = models.create(spec.parse_variant("eva02,width=8,depth=2,heads=2"))
+    assert model.rope_reference == (16, 16)
     assert spec.parse_variant("vit_b,res=224x320")["image_size"] == (224, 320)
     options = spec.parse_variant("vit_b,reduction.options.heads=16")
     assert spec.with_reduction(options, "cropr")["reduction"]["options"] == {"heads": 16}
@@ -186,6 +219,8 @@ def test_config_files_need_their_own_packages_only(tmp_path):
         (["--config", "vit_l,fast"], "found 'fast'.*expected key=value"),
         (["--config", "none.py:vit_l"], "'none.py' does not exist"),
         (["--config", TINY, "--reduction", "cropper"], "found 'cropper'"),
+        (["--config", "eva02_h"], "found 'eva02_h', expected a file"),
+        (["--config", TINY + ",schedule=aggressive,r=99", "--reduction", "all"], "rate 99"),
         (["--config", TINY, "--precision", "int8"], "config.precision: found 'int8'"),
         (["--config", TINY + ",colour=3"], "colour"),
         (["--config", TINY, "--rounds", "0"], "--rounds: found 0"),
