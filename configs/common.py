@@ -40,7 +40,7 @@ CROPR_OPTIONS = {
 OPTIONS = {
     "cropr": CROPR_OPTIONS,
     "non_salient": CROPR_OPTIONS,
-    "attn_topk": {"source": "cls_row", "inverse": False},
+    "attn_topk": {"source": "cls_row", "inverse": False, "placement": "after"},
     # 'tokenreduction': what JoakimHaurum/TokenReduction does where it differs from the paper.
     "kmedoids": {"iterations": 3, "variant": "paper"},
     "ats": {"variant": "paper"},

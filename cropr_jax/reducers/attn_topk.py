@@ -3,7 +3,8 @@
 from cropr_jax.reducers.base import Context, Pruner, SiteSizes
 from cropr_jax.tokens import Tokens
 
-SOURCES = ("cls_row", "col_mean")
+SOURCES = ("cls_row", "col_mean", "col_mean_all")
+PLACEMENTS = ("after", "middle")
 
 
 class AttnTopK(Pruner):
@@ -15,27 +16,40 @@ class AttnTopK(Pruner):
 
     Attributes:
       source: 'cls_row' for the CLS token's attention averaged over heads; 'col_mean' for the mean
-        attention that a patch receives from all patches (segmentation, detection).
+        attention that a patch receives from all patches (segmentation, detection), 'col_mean_all'
+        for that from all tokens.
       inverse: keep the least attended patches instead, a control that shows what the ranking is
         worth.
+      placement: 'after' the block, or in its 'middle' as that code. Without fusion the result is
+        the same, and the middle saves the MLP of what is pruned.
     """
 
     source: str = "cls_row"
     inverse: bool = False
+    placement: str = "after"
+
+    @property
+    def hook(self) -> str:
+        return self.placement
 
     @property
     def needs(self) -> frozenset[str]:
-        if self.source not in SOURCES:
-            raise ValueError(f"attn_topk source: found {self.source!r}, expected one of {SOURCES}")
+        for field, allowed in (("source", SOURCES), ("placement", PLACEMENTS)):
+            if getattr(self, field) not in allowed:
+                raise ValueError(
+                    f"attn_topk {field}: found {getattr(self, field)!r}, expected one of {allowed}"
+                )
         return frozenset({self.source})
 
     def macs(self, sizes: SiteSizes) -> tuple[int, int]:
-        """Q K^T once more for the queries that are patches, if all of them vote."""
+        """Q K^T once more for the queries that vote, unless that is CLS alone."""
         if self.source == "cls_row":
             return 0, 0
-        return 0, sizes.patches * (sizes.prefix + sizes.patches) * sizes.width
+        tokens = sizes.prefix + sizes.patches
+        queries = sizes.patches if self.source == "col_mean" else tokens
+        return 0, queries * tokens * sizes.width
 
     def score(self, tokens: Tokens, context: Context, train: bool):
-        received = context.cls_row.mean(1) if self.source == "cls_row" else context.col_mean
-        scores = received[:, tokens.prefix :]
+        received = getattr(context, self.source)
+        scores = (received.mean(1) if self.source == "cls_row" else received)[:, tokens.prefix :]
         return -scores if self.inverse else scores, {}

@@ -14,9 +14,11 @@ from conftest import random_params
 from cropr_jax import models, rng
 from cropr_jax.errors import ConfigError
 from cropr_jax.layers import Attention, cls_row, col_mean, fold_bias
+from cropr_jax.reducers import Context
+from cropr_jax.reducers.base import SiteSizes
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.reducers.variance import pixel_variance
-from cropr_jax.tokens import MASKED
+from cropr_jax.tokens import MASKED, from_features
 
 DEPTH, RATE = 4, 3
 BASE = {"width": 16, "depth": DEPTH, "heads": 2, "patch": 4, "image_size": 16, "num_classes": 5}
@@ -67,9 +69,6 @@ def test_random_follows_the_example_not_the_batch():
 def test_random_keeps_every_patch_equally_often():
     keys = rng.example_keys(jax.random.key(0), 0, jnp.arange(4000))
     module = REDUCERS["random"]()
-    from cropr_jax.reducers import Context
-    from cropr_jax.tokens import from_features
-
     tokens = from_features(jnp.zeros((4000, 8, 1)), (2, 4), 0)
     kept, _, _ = module.apply({}, tokens, Context(keys=keys), keep=2, train=False)
     share = np.bincount(np.asarray(kept.index).ravel(), minlength=8) / 4000
@@ -104,6 +103,36 @@ def test_non_salient_and_cropr_partition_the_patches():
     _, out = forward(inverted, params, images, keys)
     removed = out["pruned"][0].shape[1]
     np.testing.assert_array_equal(np.sort(out["pruned"][0]), np.sort(kept["kept"][0][:, :removed]))
+
+
+def test_attn_topk_in_the_middle_of_the_block():
+    """As EViT that fuses nothing. Tokens that stay do not see where the others went."""
+    images, keys = batch()
+    middle = {"placement": "middle"}
+    model = build("attn_topk", options=middle)
+    params = random_params(model)
+    logits, out = forward(model, params, images, keys)
+    np.testing.assert_array_equal(
+        forward(build("evit", options={"fuse": False}), params, images, keys)[0], logits
+    )
+    np.testing.assert_allclose(
+        forward(build("attn_topk"), params, images, keys)[0], logits, atol=1e-5
+    )
+    assert model.mlp_inputs()[0] == 1 + out["kept"][0].shape[1]
+    # With fusion they come back, without the MLP of that block.
+    fused, _ = forward(build("attn_topk", "llf", middle), params, images, keys)
+    after, _ = forward(build("attn_topk", "llf"), params, images, keys)
+    assert np.abs(fused - after).max() > 1e-3
+
+
+def test_attn_topk_may_let_all_tokens_vote():
+    received = jnp.array([[9.0, 1.0, 3.0, 2.0]])
+    tokens = from_features(jnp.zeros((1, 4, 2)), (1, 3), 1)
+    module = REDUCERS["attn_topk"](source="col_mean_all")
+    context = Context(col_mean_all=received)
+    kept, _, _ = module.apply({}, tokens, context, keep=2, train=False)
+    assert kept.index.tolist() == [[1, 2]]
+    assert module.macs(SiteSizes(64, 56, 1, 8, 2)) == (0, 65 * 65 * 8)
 
 
 def test_cls_row_is_the_first_row_of_the_attention_matrix():
@@ -182,6 +211,8 @@ def test_impossible_models_say_so():
         build("crop")
     with pytest.raises(ConfigError, match="source: found 'rows'"):
         build("attn_topk", options={"source": "rows"})
+    with pytest.raises(ConfigError, match="placement: found 'before'"):
+        build("attn_topk", options={"placement": "before"})
     with pytest.raises(ConfigError, match="unexpected keyword argument 'colour'"):
         build("cropr", options={"colour": 1})
     with pytest.raises(ConfigError, match="not a multiple of the patch"):
