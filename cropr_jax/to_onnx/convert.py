@@ -17,7 +17,8 @@ from onnx import helper
 
 from cropr_jax.errors import ConfigError
 from cropr_jax.to_onnx.graph import BATCH, Graph, Shape, Tensor
-from cropr_jax.to_onnx.rules import RULES, Step
+from cropr_jax.to_onnx.rules import RULES
+from cropr_jax.to_onnx.step import Step
 
 OPSET = 20  # the first with Gelu; TopK breaks ties by index
 IR_VERSION = 9  # the first that has that opset

@@ -64,6 +64,24 @@ def operators(model):
         (lambda x: jnp.exp(x) / jnp.exp(x).sum(1, keepdims=True), FEATURES),
         (lambda x: jnp.broadcast_to(jnp.arange(4.0), x.shape), FEATURES),
         (lambda x: jnp.arange(6)[:, None] * jnp.ones((6, 4)) + x, FEATURES),
+        (lambda x: jnp.cumsum(x, 1) + lax.cumsum(x, 2, reverse=True), FEATURES),
+        (lambda x: jnp.where(jnp.isfinite(x), x, 9) + jnp.where((x > 0).any(1)[:, None], 1, 2), X),
+        (
+            lambda x: jnp.logaddexp(x, -9.0) + jnp.log1p(jnp.exp(3 * x - 9)) / jnp.exp(3 * x),
+            FEATURES,
+        ),
+        (lambda x: x.argmax(1) + 10 * x.argmin(1), X),
+        (lambda x: x.argmax(1) + 10 * x.argmin(1), COUNTS),
+        (lambda x: (x > 1).argmax(1) + 10 * (x > 1).argmin(1), COUNTS),
+        (
+            lambda x: (
+                jnp.minimum(*jnp.split(x, [1], axis=1)[:1] * 2) + x.min((1, 2))[:, None, None]
+            ),
+            FEATURES,
+        ),
+        (lambda x: jnp.concatenate(jnp.split(x, [1, 4], axis=1)[::-1], axis=1), FEATURES),
+        (lambda x: x[:, 1::2] + x[:, ::2][:, :, np.array([0, 3, 3, 1])], FEATURES),
+        (lambda x: x.at[:, jnp.array([[1, 0], [5, 5]])].get(mode="promise_in_bounds"), FEATURES),
     ],
 )
 def test_equals_jax(function, example):
@@ -132,14 +150,20 @@ def test_describes_itself():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda x: jnp.cumsum(x, axis=1), "'cumsum', for which there is no rule"),
+        (lambda x: jnp.cumprod(x, axis=1), "'cumprod', for which there is no rule"),
         (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "no rule (methods that draw"),
         (lambda x: x + jnp.arange(x.shape[0])[:, None, None], "iota over the batch"),
         (lambda x: x.reshape(-1, 4), "a dimension of 6*batch has no rule"),
         (lambda x: jnp.einsum("btd,cud->btcu", x, x), "the batch joined with others"),
-        (lambda x: x.at[:, 2].get(mode="clip")[:, jnp.array([1, 0])], "has no rule"),
+        (lambda x: x.at[:, jnp.array([1, 6])].get(mode="clip"), "a gather with"),
+        (lambda x: jnp.take_along_axis(x, x.argmax(1, keepdims=True), 1), "a gather with"),
+        (lambda x: x[:1], "a gather with"),
+        (lambda x: lax.slice_in_dim(x, 0, 1), "a part of the batch has no rule"),
         (lambda x: lax.pad(x, jnp.float32(0), [(0, 0, 0), (0, 0, 1), (0, 0, 0)]), "between values"),
         (lambda x: lax.sort((x, x), num_keys=2)[0], "by two keys"),
+        (lambda x: lax.sort(x, dimension=0), "a sort of the batch"),
+        (lambda x: x.astype(jnp.int32) & 1, "bitwise arithmetic"),
+        (lambda x: lax.reduce_or(x.astype(jnp.int32), axes=(1,)), "bitwise arithmetic"),
     ],
 )
 def test_refuses_what_has_no_rule(function, message):
