@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from cropr_jax import routing
 from cropr_jax.layers import normal_init
 from cropr_jax.reducers.base import Context, Reducer, SiteSizes
-from cropr_jax.reducers.clusters import assign, membership, squared_distances
+from cropr_jax.reducers.clusters import assign, first_least, membership, squared_distances
 from cropr_jax.tokens import Tokens
 
 # Added to the total weight of a cluster, as released: clusters of next to no weight fade.
@@ -27,7 +27,7 @@ def mean_of_smallest(values: Float[Array, "b m n"], count: int) -> Float[Array, 
     places, total = jnp.arange(values.shape[-1]), jnp.zeros(values.shape[:-1])
     for _ in range(count):
         total += values.min(-1)
-        values = jnp.where(values.argmin(-1)[..., None] == places, jnp.inf, values)
+        values = jnp.where(first_least(values, 2)[..., None] == places, jnp.inf, values)
     return total / count
 
 

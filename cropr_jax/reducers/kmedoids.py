@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from cropr_jax import routing
 from cropr_jax.reducers.base import Context, Pruner, SiteSizes
-from cropr_jax.reducers.clusters import assign, membership, squared_distances
+from cropr_jax.reducers.clusters import assign, first_least, squared_distances
 from cropr_jax.tokens import Tokens
 
 VARIANTS = ("paper", "tokenreduction")
@@ -27,7 +27,7 @@ def fit(
     a cluster with the least weighted distance to all of its members becomes the medoid.
 
     Args:
-      distance: of all pairs.
+      distance: of all pairs, symmetric; sums go along the first axis, which is the fast one.
       weights: of each token.
       count: k.
       iterations: how often.
@@ -38,11 +38,12 @@ def fit(
         cluster = assign(distance, medoids)
         if variant == "paper":
             together = cluster[:, :, None] == cluster[:, None]
-            cost = (jnp.where(together, distance, 0.0) * weights[:, None]).sum(-1)
+            cost = (jnp.where(together, distance, 0.0) * weights[..., None]).sum(1)
         else:
-            cost = weights * distance.sum(-1)
-        medoids = jnp.where(membership(cluster, count), cost[:, None], jnp.inf).argmin(-1)
-    return medoids.astype(jnp.int32)
+            cost = weights * distance.sum(1)
+        member = cluster[..., None] == jnp.arange(count)
+        medoids = first_least(jnp.where(member, cost[..., None], jnp.inf), 1)
+    return medoids
 
 
 class KMedoids(Pruner):
