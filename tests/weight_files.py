@@ -4,11 +4,15 @@ import codecs
 import contextlib
 import dataclasses
 import io
+import itertools
 import struct
 import sys
 import zipfile
 
+import ml_dtypes
 import numpy as np
+
+from cropr_jax.convert import files
 
 STORAGES = {
     "float64": "DoubleStorage",
@@ -175,6 +179,80 @@ def safetensors_inside(data: bytes, rng: np.random.Generator) -> bytes:
     length = int.from_bytes(data[:8], "little")
     header = damaged(data[8 : 8 + length], rng)
     return len(header).to_bytes(8, "little") + header + data[8 + length :]
+
+
+BFLOAT16 = ml_dtypes.bfloat16
+TYPES = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?", BFLOAT16]
+SHAPES = [(), (0,), (1,), (3, 0, 2), (5,), (2, 3), (2, 3, 4)]
+
+
+def arrays_of(dtypes=TYPES, shapes=SHAPES):
+    """An array of every type and shape, with values that none of them rounds."""
+    found = {}
+    for dtype, shape in itertools.product(dtypes, shapes):
+        name = f"{np.dtype(dtype).name}.{'x'.join(map(str, shape))}"
+        count = int(np.prod(shape))
+        found[name] = (
+            (np.arange(1, count + 1) % 2 if dtype == "?" else np.arange(count))
+            .reshape(shape)
+            .astype(dtype)
+        )
+    return found
+
+
+def check(weights, expected):
+    """Same names in the same order, types, shapes and numbers; nothing that could be written to."""
+    assert list(weights.arrays) == list(expected)
+    for name, array in expected.items():
+        found = weights.arrays[name]
+        assert found.dtype == array.dtype, name
+        assert found.shape == array.shape, name
+        assert found.tobytes() == array.tobytes(), name
+        assert found.dtype.isnative
+
+
+def write_npz(path, arrays, save=np.savez):
+    buffer = io.BytesIO()
+    save(buffer, **arrays)
+    path.write_bytes(buffer.getvalue())
+    return path
+
+
+def write_pth(path, arrays, wrap=lambda tree: tree, **options):
+    tree, storages = dense(arrays)
+    path.write_bytes(pth_bytes(wrap(tree), storages, **options))
+    return path
+
+
+def write_safetensors(path, arrays, metadata=None):
+    files.write_safetensors(path, arrays, metadata)
+    return path
+
+
+WRITERS = {
+    "npz": write_npz,
+    "npz compressed": lambda path, arrays: write_npz(path, arrays, np.savez_compressed),
+    "pth": write_pth,
+    "pth compressed": lambda path, arrays: write_pth(path, arrays, compression=8),
+    "pth wrapped": lambda path, arrays: write_pth(path, arrays, lambda tree: {"model": tree}),
+    "safetensors": write_safetensors,
+}
+
+
+def npy(header, data=b"", version=1):
+    header = header.encode()
+    length = struct.pack({1: "<H"}.get(version, "<I"), len(header))
+    return b"\x93NUMPY" + bytes([version, 0]) + length + header + data
+
+
+def write_zip(path, entries, compression=0):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in entries:
+            archive.writestr(name, data)
+    return path
+
+
+GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }"
 
 
 # What the interpreter reports when it runs, imports or starts something.

@@ -20,8 +20,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from cropr_jax import cli, models
-from cropr_jax.convert import architecture, files, load, resample, to_timm
-from cropr_jax.convert.pickles import shown
+from cropr_jax.convert import architecture, files, load, match, resample, to_timm
+from cropr_jax.convert.messages import shown
 from cropr_jax.convert.sources import Source
 from cropr_jax.errors import ConfigError
 from cropr_jax.version import __version__
@@ -52,6 +52,12 @@ def parser() -> argparse.ArgumentParser:
     add("--config", metavar="FILE[:ARGS]", help="fit to this config's model")
     add("--image_size", type=architecture.size, metavar="H[xW]", help="fit to images of this size")
     add("--patch", type=architecture.size, metavar="P", help="fit to patches of this size")
+    add(
+        "--grid",
+        type=architecture.size,
+        metavar="H[xW]",
+        help="patches of the images that SRC was trained on, if they were not square",
+    )
     add("--heads", type=int, help="attention heads, if the width does not imply them")
     add(
         "--resampling",
@@ -75,15 +81,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.config and (args.image_size or args.patch or args.heads):
         raise ConfigError("--config: it says what the model is; leave out the other options")
     model = config_model(args.config) if args.config else None
-    source, reader = load.open_source(args.src, model.heads if model else args.heads)
+    source, reader = load.open_source(args.src, model.heads if model else args.heads, args.grid)
     try:
         target = of_model(model) if model else of_source(source, args.image_size, args.patch)
-        plan = load.match(source, target.shapes, target.grid)
+        plan = match.match(source, target.shapes, target.grid)
         if args.dry_run:
             print(table(source, plan, target))
             return
         params = {
-            name: load.fit(name, array, target.shapes[name], source, target.grid, args.resampling)
+            name: match.fit(name, array, target.shapes[name], source, target.grid, args.resampling)
             for name, array in reader(plan.taken)
         }
     except ConfigError as error:
@@ -144,7 +150,7 @@ def of_source(
     return Target(shapes, grid)
 
 
-def table(source: Source, plan: load.Plan, target: Target) -> str:
+def table(source: Source, plan: match.Plan, target: Target) -> str:
     """Which name of the file becomes which of ours, with shapes, in columns."""
     rows = [("in the file", "shape", "here", "shape", "")]
     for name in plan.taken:

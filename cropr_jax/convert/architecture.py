@@ -25,9 +25,9 @@ def size(text: str) -> tuple[int, int]:
 def model_fields(source: Source) -> dict[str, Any]:
     """The model config of a backbone and its head, for `models.create`; without reducers.
 
-    The grid is taken to be square unless the file tells it. Not told at all are the mean that is
-    taken ('mean_patches' is assumed: timm, MAE and EVA-02) and EVA-02's reference grid (that of all
-    public ones is assumed).
+    The grid is taken to be square unless the file or the user tells it. Not told at all are the
+    mean that is taken ('mean_patches' is assumed: timm, MAE and EVA-02) and EVA-02's reference grid
+    (that of all public ones is assumed).
 
     Raises:
       ConfigError: if what tells a size is missing or of no possible shape.
@@ -37,8 +37,9 @@ def model_fields(source: Source) -> dict[str, Any]:
     mlp = "block_0/mlp/gate/kernel" if gated else "block_0/mlp/fc1/kernel"
     for name in (*NEEDED, mlp):
         ranks = {"pos_embed": 3, "patch_embed/kernel": 4, mlp: 2}
-        if len(shapes.get(name, ())) != ranks.get(name, 3):
-            found = f"has shape {shapes[name]}" if name in shapes else "is missing"
+        shape = shapes.get(name, ())
+        if len(shape) != ranks.get(name, 3) or not min(shape):
+            found = f"has shape {shape}" if name in shapes else "is missing"
             raise ConfigError(f"weights: '{name}', which tells the model's size, {found}")
     width, heads, _ = shapes["block_0/attn/query/kernel"]
     patch = shapes["patch_embed/kernel"][:2]

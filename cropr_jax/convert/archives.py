@@ -15,7 +15,7 @@ from typing import BinaryIO
 import ml_dtypes
 import numpy as np
 
-from cropr_jax.convert.pickles import shown
+from cropr_jax.convert.messages import shown
 from cropr_jax.errors import ConfigError
 
 # By safetensors' names. Complex and 8-bit floating types are refused.
@@ -35,8 +35,9 @@ TYPES = {
     "BOOL": np.dtype("?"),
 }
 CHUNK = 1 << 20
-# Weights hardly compress: what does, by more than this and to more than this, is a zip bomb.
-MAX_RATIO, MAX_INFLATED = 100, 1 << 30
+# Weights hardly compress, and are rarely tied: what becomes more than so many times the file, and
+# more than so many bytes, is meant to fill the memory.
+MAX_RATIO, MAX_INFLATED = 4, 1 << 30
 ENCRYPTED = 0x1
 LOCAL_HEADER = 30  # bytes before name and extra field, whose lengths are its last two numbers
 
@@ -83,7 +84,7 @@ class Archive:
         self.names = list(self._entries)
         if len(self.names) != len(entries):
             raise ConfigError("its zip archive holds two entries of one name")
-        inflated = 0
+        inflated = packed = 0
         for info in entries:
             if info.flag_bits & ENCRYPTED:
                 raise ConfigError(f"its entry {shown(info.filename)} is encrypted")
@@ -93,9 +94,20 @@ class Archive:
                     f"{info.compress_type}; only stored and deflated entries are read"
                 )
             inflated += info.file_size * (info.compress_type == zipfile.ZIP_DEFLATED)
-        if inflated > max(MAX_INFLATED, MAX_RATIO * len(pages)):
+            packed += info.compress_size
+        self.check_size("entries", inflated)
+        if packed > len(pages):  # each would be read to its end, though it is in others too
+            raise ConfigError("its zip archive holds entries that overlap")
+
+    def check_size(self, what: str, size: int) -> None:
+        """Refuses to make much of little.
+
+        Raises:
+          ConfigError: if `size` bytes are more than an archive of this size may become.
+        """
+        if size > max(MAX_INFLATED, MAX_RATIO * len(self._pages)):
             raise ConfigError(
-                f"its entries inflate from {len(pages)} to {inflated} bytes, more than weights do"
+                f"its {what} inflate from {len(self._pages)} to {size} bytes, more than weights do"
             )
 
     def content(self, name: str) -> np.ndarray:
@@ -151,7 +163,8 @@ def view(
         return np.ndarray(shape, dtype, buffer, offset * width, steps)
     except (ValueError, OverflowError) as error:
         raise ConfigError(
-            f"it holds an array of shape {tuple(shape)} and type {dtype} in {len(buffer)} bytes"
+            f"it holds an array of shape {shown(str(tuple(shape)))} and type {dtype} in "
+            f"{len(buffer)} bytes"
         ) from error
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from cropr_jax.convert.archives import CHUNK, TYPES, Archive, view
+from cropr_jax.convert.messages import shown
 from cropr_jax.convert.npz import read_npz
-from cropr_jax.convert.pickles import shown
 from cropr_jax.convert.pth import pickle_root, read_pth
 from cropr_jax.errors import ConfigError
 
@@ -232,7 +232,7 @@ def _read_safetensors(path: Path, pages: mmap.mmap) -> Weights:
             f"it is a damaged or cut short safetensors file ({error}); fetch it again"
         ) from error
     start = 8 + int.from_bytes(pages[:8], "little")
-    header = json.loads(pages[8:start])
+    header = json.loads(pages[8:start], object_pairs_hook=_unique)
     body = np.ndarray((len(pages) - start,), np.uint8, pages, start)
     arrays = {}
     for name, entry in header.items():
@@ -247,3 +247,11 @@ def _read_safetensors(path: Path, pages: mmap.mmap) -> Weights:
         begin, end = entry["data_offsets"]
         arrays[name] = view(body[begin:end], dtype, tuple(entry["shape"]))
     return Weights(arrays, "safetensors", "", metadata)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two entries of one name the library would take the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ConfigError("its header holds two entries of one name")
+    return found

@@ -20,7 +20,7 @@ from cropr_jax.convert.timm import UnknownName
 from cropr_jax.errors import ConfigError
 
 PREFIX = r"(params|target|opt/target)/"
-BLOCK = r"Transformer/encoderblock(?:_(\d+))?/(\w+?)(?:_(\d+))?/(.+)"
+BLOCK = r"Transformer/encoderblock(?:_(\d{1,4}))?/(\w+?)(?:_(\d{1,4}))?/(.+)"
 # Without a block: theirs and ours.
 STEM = {
     "cls": "cls",

@@ -9,7 +9,7 @@ import re
 import numpy as np
 
 from cropr_jax.convert.archives import TYPES, Archive, swapped, view
-from cropr_jax.convert.pickles import shown
+from cropr_jax.convert.messages import shown
 from cropr_jax.errors import ConfigError
 
 # NumPy's codes without the byte order. bfloat16 is unknown to `.npy`, which calls it V2.

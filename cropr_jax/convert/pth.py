@@ -3,6 +3,7 @@
 Source of the layout: pytorch/pytorch: torch/serialization.py.
 """
 
+import math
 import re
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 
 from cropr_jax.convert import pickles
 from cropr_jax.convert.archives import Archive, swapped, view
-from cropr_jax.convert.pickles import shown
+from cropr_jax.convert.messages import shown
+from cropr_jax.convert.torch_objects import Tensor
 from cropr_jax.errors import ConfigError
 
 # Where checkpoints keep their weights, in the order in which they are looked for: MAE and EVA load
@@ -59,18 +61,23 @@ def read_pth(archive: Archive, root: str, key: str | None) -> tuple[dict[str, np
         order = archive.content(f"{root}byteorder")[:80].tobytes()
         if order not in (b"little", b"big"):
             raise ConfigError(f"its entry {root}byteorder is {order!r}; expected little or big")
-    storages = {}
+    # Tied tensors come out once for each name.
+    sizes = (math.prod(t.size) * t.storage.dtype.itemsize for t in tensors.values())
+    archive.check_size("tensors", sum(sizes))
+    storages: dict[str, np.ndarray] = {}
     for storage in dict.fromkeys(tensor.storage for tensor in tensors.values()):
+        if storage.key in storages:
+            raise ConfigError(f"its storage {shown(storage.key)} is described in two ways")
         content = archive.content(f"{root}data/{storage.key}")
         if len(content) != storage.numel * storage.dtype.itemsize:
             raise ConfigError(
                 f"its storage {shown(storage.key)} has {len(content)} bytes; expected "
                 f"{storage.numel} numbers of {storage.dtype}"
             )
-        storages[storage] = swapped(content, storage.dtype) if order == b"big" else content
+        storages[storage.key] = swapped(content, storage.dtype) if order == b"big" else content
     arrays = {
         name: view(
-            storages[tensor.storage],
+            storages[tensor.storage.key],
             tensor.storage.dtype,
             tensor.size,
             tensor.offset,
@@ -81,18 +88,18 @@ def read_pth(archive: Archive, root: str, key: str | None) -> tuple[dict[str, np
     return arrays, wrapper
 
 
-def _unwrap(tree: Any, key: str | None) -> tuple[dict[str, pickles.Tensor], str]:
+def _unwrap(tree: Any, key: str | None) -> tuple[dict[str, Tensor], str]:
     """The dict of tensors in a checkpoint, and the name of the entry that holds it."""
     if not isinstance(tree, dict):
         raise ConfigError(f"it holds a {type(tree).__name__}; expected a dict of tensors")
     wrapper = key or ""
     if key is not None and not isinstance(tree.get(key), dict):
         raise ConfigError(f"it has no dict under key={key!r}; it holds {_listed(tree)}")
-    if key is None and not all(isinstance(value, pickles.Tensor) for value in tree.values()):
+    if key is None and not all(isinstance(value, Tensor) for value in tree.values()):
         wrapper = next((name for name in WRAPPERS if isinstance(tree.get(name), dict)), "")
     chosen = tree[wrapper] if wrapper or key is not None else tree
     for name, value in chosen.items():
-        if not isinstance(name, str) or not isinstance(value, pickles.Tensor):
+        if not isinstance(name, str) or not isinstance(value, Tensor):
             raise ConfigError(
                 f"{wrapper and f'under {wrapper!r} '}it holds the {type(value).__name__} "
                 f"{shown(str(name))} beside or instead of tensors; choose another entry with key=, "

@@ -27,6 +27,9 @@ from cropr_jax.errors import ConfigError
 # By rule: what `jax.image.resize` calls the kernel, and whether it is widened when shrinking.
 METHODS = {"timm": ("bicubic", True), "torch": ("bicubic-pytorch", False)}
 
+# Pixels along a side of a patch. The matrix of a resize grows with the fourth power.
+MAX_PATCH = 64
+
 
 def check_rule(rule: str, field: str = "resampling") -> None:
     """Refuses an unknown rule.
@@ -87,8 +90,16 @@ def resample_kernel(
 
     Returns:
       float32.
+
+    Raises:
+      ConfigError: if the patch is larger than any that a model has.
     """
     *old, channels, width = kernel.shape
+    if max(old) > MAX_PATCH:
+        raise ConfigError(
+            f"weights: patch_embed has patches of {old[0]} x {old[1]} pixels, expected at most "
+            f"{MAX_PATCH} along a side"
+        )
     pixels = old[0] * old[1]
     flat = np.asarray(kernel, np.float32).reshape(pixels, channels * width)
     if rule == "torch":
@@ -115,7 +126,8 @@ def square_grid(entries: int, prefix: int) -> tuple[int, int]:
     if side * side != patches or not patches:
         raise ConfigError(
             f"weights: pos_embed has {entries} entries; without {prefix} for the prefix "
-            "they fill no square grid"
+            "they fill no square grid; say which they fill: python -m cropr_jax.convert SRC DST "
+            "--grid HxW"
         )
     return side, side
 

@@ -15,13 +15,13 @@ Nothing is computed here but small tables: arrays stay views of the file.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from cropr_jax.convert import flax_vit, timm
-from cropr_jax.convert.pickles import shown
+from cropr_jax.convert.messages import listed, shown
 from cropr_jax.convert.resample import pad_prefix
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import VARIANTS
@@ -37,7 +37,6 @@ LEFT = (
     (r"mask_token|lm_head\..*|decoder_.*", "used in pretraining only"),
 )
 HEAD_WIDTH = 64  # of all ViTs and EVA-02s but H/14
-LISTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,8 @@ class Source:
       leaves: by our name.
       left: names of no use to any model here, and why.
       unknown: names that mean nothing here.
-      grid: (h, w) of the position table if the file tells it.
+      grid: (h, w) of the position table if the file or the user tells it.
+      padded: entries of the table that are not in the file, for prefix tokens.
     """
 
     kind: str
@@ -72,6 +72,7 @@ class Source:
     left: dict[str, str]
     unknown: tuple[str, ...] = ()
     grid: tuple[int, int] | None = None
+    padded: int = 0
 
     @property
     def prefix(self) -> int:
@@ -80,17 +81,11 @@ class Source:
         return shape[1] if len(shape) == 3 and shape[2] else 0
 
 
-def listed(names: Iterable[str], most: int = LISTED) -> str:
-    """Names for a message, the first of many only."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def recognise(
     arrays: Mapping[str, Any],
     heads: int | None = None,
     metadata: Mapping[str, str] | None = None,
+    grid: tuple[int, int] | None = None,
 ) -> Source:
     """Arrays of a file under our names and in our layout.
 
@@ -98,24 +93,39 @@ def recognise(
       arrays: by the file's names; of our own names it may be shapes.
       heads: attention heads of the backbone, for PyTorch's names; None for what its width implies.
       metadata: of the file.
+      grid: (h, w) of the position table, if the user tells it.
 
     Raises:
       ConfigError: if the names are those of no known kind, show a model that none here computes, or
         two of them mean the same parameter.
     """
     if any(re.match(r"block_\d+/", name) for name in arrays):
-        grid = re.fullmatch(r"(\d{1,5})x(\d{1,5})", (metadata or {}).get("grid", ""))
+        told = re.fullmatch(r"(\d{1,5})x(\d{1,5})", (metadata or {}).get("grid", ""))
         leaves = {name: Leaf(name, array, array.shape) for name, array in arrays.items()}
-        return Source("cropr_jax", leaves, {}, grid=grid and (int(grid[1]), int(grid[2])))
+        grid = agreed(told and (int(told[1]), int(told[2])), grid)
+        return Source("cropr_jax", leaves, {}, grid=grid)
     if flax_vit.is_flax(arrays):
-        return _flax(arrays)
+        return _flax(arrays, grid)
     names = {name: re.sub(f"^{TORCH_PREFIX}", "", name) for name in arrays}
     if any(re.match(r"(visual\.)?(trunk\.)?blocks\.\d+\.", name) for name in names.values()):
-        return _torch(arrays, names, heads)
+        return _torch(arrays, names, heads, grid)
     raise ConfigError(
         f"its names are those of no ViT known here: {listed(map(shown, arrays), 4)}; expected "
         "timm's, MAE's, EVA-02's, Cropr's, big_vision's, vision_transformer's or our own"
     )
+
+
+def agreed(told: tuple[int, int] | None, given: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The grid that a file tells, or else the user.
+
+    Raises:
+      ConfigError: if both do, and differ.
+    """
+    if told and given and told != given:
+        raise ConfigError(
+            f"the grid {given[0]} x {given[1]} was given, but the file says {told[0]} x {told[1]}"
+        )
+    return told or given
 
 
 def guess_heads(width: int, depth: int) -> int:
@@ -137,7 +147,8 @@ def guess_heads(width: int, depth: int) -> int:
 class _Collector:
     """Leaves as they are found; two for one name are refused."""
 
-    def __init__(self):
+    def __init__(self, grid: tuple[int, int] | None):
+        self.grid = grid
         self.leaves: dict[str, Leaf] = {}
         self.left: dict[str, str] = {}
         self.unknown: list[str] = []
@@ -158,26 +169,39 @@ class _Collector:
           kind: see the module.
           held: prefix entries of the table; None if it may have one for each token or fewer.
         """
-        made = Source(kind, self.leaves, self.left, tuple(self.unknown))
-        table = self.leaves.get("pos_embed")
-        if table is not None and table.array.ndim == 3:
-            if held is None:
-                held = held_prefix(table.array.shape[1], made.prefix)
-            padded = pad_prefix(table.array, made.prefix, min(held, made.prefix))
-            self.leaves["pos_embed"] = dataclasses.replace(table, array=padded)
-        return made
+        made = Source(kind, self.leaves, self.left, tuple(self.unknown), self.grid)
+        table, cls = self.leaves.get("pos_embed"), self.leaves.get("cls")
+        if table is None or cls is None or not made.prefix:
+            return made
+        if table.array.ndim != 3 or table.array.shape[0] != 1:
+            return made  # which no model has
+        # Of one width, or zeros for many narrow tokens in a wide table might fill the memory.
+        if cls.array.shape[2] != table.array.shape[2]:
+            raise ConfigError(
+                f"{shown(cls.source)} has shape {cls.shape}, {shown(table.source)} {table.shape}; "
+                "expected the same width"
+            )
+        if held is None:
+            held = held_prefix(table.array.shape[1], made.prefix, self.grid)
+        padded = pad_prefix(table.array, made.prefix, held)
+        self.leaves["pos_embed"] = dataclasses.replace(table, array=padded)
+        return dataclasses.replace(made, padded=made.prefix - held)
 
 
-def held_prefix(entries: int, prefix: int) -> int:
+def held_prefix(entries: int, prefix: int, grid: tuple[int, int] | None = None) -> int:
     """For how many prefix tokens a position table has entries.
 
-    All of them, unless the rest would fill no square and would without registers or without any
-    (timm's `no_embed_class`).
+    What the grid leaves, if it is known. Else all of them, unless the rest would fill no square and
+    would without registers or without any (timm's `no_embed_class`).
 
     Args:
       entries: of the table.
       prefix: p.
+      grid: (h, w) of the table, or None.
     """
+    if grid is not None:
+        left = entries - grid[0] * grid[1]
+        return left if 0 <= left <= prefix else prefix
     for held in (prefix, min(prefix, 1), 0):
         side = math.isqrt(max(entries - held, 0))
         if side and side * side == entries - held:
@@ -185,8 +209,8 @@ def held_prefix(entries: int, prefix: int) -> int:
     return prefix
 
 
-def _flax(arrays: Mapping[str, np.ndarray]) -> Source:
-    found = _Collector()
+def _flax(arrays: Mapping[str, np.ndarray], grid: tuple[int, int] | None) -> Source:
+    found = _Collector(grid)
     big_vision = flax_vit.is_big_vision(arrays)
     # A representation layer stands between CLS and head; without it the head means nothing.
     pre_logits = any("pre_logits/" in name for name in arrays)
@@ -203,14 +227,19 @@ def _flax(arrays: Mapping[str, np.ndarray]) -> Source:
     return found.source("vision_transformer", None)
 
 
-def _torch(arrays: Mapping[str, np.ndarray], names: dict[str, str], heads: int | None) -> Source:
+def _torch(
+    arrays: Mapping[str, np.ndarray],
+    names: dict[str, str],
+    heads: int | None,
+    grid: tuple[int, int] | None,
+) -> Source:
     """Of `names`, theirs without what stands in front."""
     if clip := next((n for n in names.values() if n.startswith("visual.")), None):
         raise ConfigError(
             f"{shown(clip)} shows the image tower of a CLIP model; only plain ViTs and EVA-02s "
             "can be loaded (of EVA-02-CLIP towers the attention differs too)"
         )
-    found = _Collector()
+    found = _Collector(grid)
     state, kind = {}, "timm"
     for name, short in names.items():
         why = next((why for pattern, why in LEFT if re.fullmatch(pattern, short)), None)

@@ -56,10 +56,25 @@ def test_to_timm(tmp_path, capsys):
 def test_another_size(tmp_path):
     _, flat = made(VIT | CROPR)
     dst = str(tmp_path / "dst.safetensors")
-    run(stored(tmp_path, rename(flat)), dst, "--image_size", "10x40", "--patch", "5")
+    words = ["--image_size", "10x40", "--patch", "5"]
+    # Sixteen entries may be two rows of eight already.
+    with pytest.raises(ConfigError, match="of 4 x 4 patches or of the model's 2 x 8"):
+        run(stored(tmp_path, rename(flat)), dst, *words)
+    run(stored(tmp_path, rename(flat)), dst, *words, "--grid", "4x4")
     # Two rows of eight: the file says so, though sixteen could be a square.
     model = models.create(VIT | {"image_size": (10, 40), "patch": 5})
     assert load(dst, model).notes() == []
+
+
+def test_a_grid_is_written_down(tmp_path):
+    """Once told, the file tells it."""
+    wide = VIT | {"image_size": (12, 20)}
+    _, flat = made(wide)
+    dst = str(tmp_path / "dst.safetensors")
+    run(stored(tmp_path, rename(flat)), dst, "--grid", "3x5")
+    loaded = load(dst, models.create(wide))
+    assert loaded.notes() == []
+    np.testing.assert_array_equal(loaded.params["pos_embed"], flat["pos_embed"])
 
 
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
@@ -97,6 +112,7 @@ def test_dry_run_says_what_goes_where(tmp_path, capsys):
         (["src.npz", "dst", "--image_size", "15"], "not a multiple of the patch"),
         (["src.npz", "dst", "--config", "c.py", "--patch", "2"], "--config: it says what"),
         (["src.npz", "dst", "--config", "c.py"], "there is no file 'c.py'"),
+        (["src.npz", "dst", "--grid", "3x5"], "17 entries, .* not those of the grid 3 x 5"),
         (["src.npz", "dst", "--heads", "5"], "which it has in no model of 5 heads"),
     ],
 )
@@ -133,6 +149,17 @@ def test_the_model_is_known_by_its_weights(fields):
     for name in ("image_size", "patch", "heads", "hidden", "prefix", "pool", "mlp", "num_classes"):
         assert getattr(found, name) == getattr(model, name), name
     assert found.rope_reference == model.rope_reference
+
+
+@pytest.mark.parametrize("name", architecture.NEEDED)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_sizes_of_zero_tell_no_model(name, axis):
+    _, flat = made(VIT)
+    shape = list(flat[name].shape)
+    shape[axis] = 0
+    flat[name] = np.zeros(shape)
+    with pytest.raises(ConfigError, match=f"'{name}', which tells the model's size, has shape"):
+        architecture.model_fields(recognise(flat))
 
 
 def test_errors_are_one_line():

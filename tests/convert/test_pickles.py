@@ -15,7 +15,7 @@ import pytest
 from weight_files import Call, Name, Persistent, Raw, damaged, encode, nothing_runs, pickled, tensor
 
 from cropr_jax.convert import pickles
-from cropr_jax.convert.pickles import Inert, Storage, Tensor
+from cropr_jax.convert.torch_objects import Inert, Storage, Tensor
 from cropr_jax.errors import ConfigError
 
 FLOATS = Storage(np.dtype("<f4"), "0", 6)
@@ -160,7 +160,7 @@ def hostile(path):
     yield pickled(Raw(encode("os.system") + encode((command,)) + b"R")), "calls 'str' by REDUCE"
     yield pickled(Raw(encode(Name("torch", "FloatStorage")) + b")R")), "torch.FloatStorage"
     yield pickled(Raw(encode(Name("torch", "Size")) + b"]R")), "torch.Size"
-    yield pickled(Raw(encode(Name("torch", "Size")) + b"}b")), "sets the state of a _Global"
+    yield pickled(Raw(encode(Name("torch", "Size")) + b"}b")), "sets the state of a Global"
     yield pickled(Raw(encode(tensor()) + encode({"__class__": 1}) + b"b")), "state of a Tensor"
     yield pickled(Raw(encode("x") + encode({"__setstate__": command}) + b"b")), "state of a str"
     # Items put into what is no container.

@@ -96,6 +96,13 @@ def test_grids_that_are_no_square():
             resample.square_grid(entries, prefix)
 
 
+def test_patches_larger_than_any_are_refused():
+    """Before anything of their size is made."""
+    kernel = np.broadcast_to(np.float32(0), (2**20, 1, 3, 4))
+    with pytest.raises(ConfigError, match="patches of 1048576 x 1 pixels, expected at most 64"):
+        resample.resample_kernel(kernel, (16, 16))
+
+
 def test_unknown_rule():
     with pytest.raises(ConfigError, match="resampling: found 'lanczos', expected 'timm' or"):
         resample.check_rule("lanczos")

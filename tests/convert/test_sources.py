@@ -82,6 +82,14 @@ def test_entries_for_prefix_tokens(entries, prefix, held):
     assert sources.held_prefix(entries, prefix) == held
 
 
+@pytest.mark.parametrize(
+    ("entries", "prefix", "grid", "held"),
+    [(225, 1, (14, 16), 1), (225, 1, (15, 15), 0), (16, 5, (3, 5), 1), (20, 5, (3, 5), 5)],
+)
+def test_entries_for_prefix_tokens_of_a_known_grid(entries, prefix, grid, held):
+    assert sources.held_prefix(entries, prefix, grid) == held
+
+
 @pytest.mark.parametrize("name", sources.REGISTERS)
 def test_registers_stand_behind_cls(name):
     _, flat = made(VIT | {"prefix": 5})
@@ -135,12 +143,15 @@ def test_the_norm_of_mim_moves():
         ({"blocks.1.attn.qkv.weight": ()}, "'blocks.1.attn.qkv.weight' has shape"),
         ({"blocks.0.mlp.fc1.weight": ()}, None),
         ({"cls_token": ()}, None),
+        ({"cls_token": (1, 2**40, 8), "pos_embed": (1, 1, 16)}, "expected the same width"),
+        ({"pos_embed": (2, 17, 16)}, None),
     ],
 )
 def test_refused_or_left_to_the_comparison(more, message):
     """A wrong shape may pass here only to be found when it is compared with the model's."""
     _, flat = made(VIT)
-    theirs = rename(flat) | {name: np.zeros(shape) for name, shape in more.items()}
+    zero = np.zeros(())  # repeated, so that no shape takes memory
+    theirs = rename(flat) | {name: np.broadcast_to(zero, shape) for name, shape in more.items()}
     if message is None:
         sources.recognise(theirs, 2)
         return
@@ -166,6 +177,26 @@ def test_unknown_names_are_collected():
     _, flat = made(VIT)
     source = sources.recognise(rename(flat) | {"dist_token": np.zeros((1, 1, 16))}, 2)
     assert source.unknown == ("dist_token",)
+
+
+def test_numbers_in_names_may_be_long():
+    """Python refuses to read one of more than 4300 digits."""
+    _, flat = made(VIT | {"pool": "cls"})
+    digits = "1" * 5000
+    for names, name in (
+        (
+            state_dicts.flax_names(flat, True),
+            f"Transformer/encoderblock_0/LayerNorm_{digits}/scale",
+        ),
+        (
+            state_dicts.flax_names(flat, True),
+            f"Transformer/encoderblock_{digits}/LayerNorm_0/scale",
+        ),
+        (rename(flat), f"blocks.{digits}.norm1.weight"),
+    ):
+        source = sources.recognise(names | {name: np.zeros(16)}, 2)
+        lengths = map(len, (*source.unknown, *source.leaves))
+        assert max(lengths) > 5000
 
 
 def test_other_models_are_named():
