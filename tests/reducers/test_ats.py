@@ -156,24 +156,39 @@ def test_padding_stands_behind_and_is_never_chosen_again():
     }
 
 
-def test_masked_padding_is_as_good_as_removed():
-    """ATS-6: neither later attention nor pooling sees it."""
+@functools.cache
+def attention():
+    """The attention half of a block with random weights, as a function of tokens."""
     block = Block(heads=2, hidden=16, prefix=1)
-    tokens = from_features(jax.random.normal(jax.random.key(1), (1, 7, 8)), (2, 3), 1)
-    valid = jnp.array([[True] * 5 + [False] * 2])
+    tokens = from_features(jnp.zeros((1, 7, 8)), (2, 3), 1)
     variables = jax.jit(lambda key: block.init(key, tokens, None, method="attend"))(
         jax.random.key(0)
     )
+    return jax.jit(lambda tokens: block.apply(variables, tokens, None, method="attend")[0].x)
 
-    @jax.jit
-    def attend(tokens):
-        return block.apply(variables, tokens, None, method="attend")[0].x
 
+def test_a_token_that_is_kept_twice_is_one_of_size_two():
+    """ATS-4: what multiplicity would mean to later attention; the paper keeps a token once."""
+    chosen = np.array([0, 0, 1, 3, 3, 3])
+    places, first, counts = np.unique(chosen, return_index=True, return_counts=True)
+    x = jax.random.normal(jax.random.key(1), (1, 5, 8))
+    often = from_features(x[:, [0, *1 + chosen]], (2, 3), 1)
+    once = from_features(x[:, [0, *1 + places]], (1, 3), 1)
+    sized = once.replace(size=jnp.array([[1.0, *counts]]))
+    expected = attention()(often)[:, [0, *1 + first]]
+    np.testing.assert_allclose(attention()(sized), expected, atol=1e-5)
+    assert np.abs(attention()(once) - expected).max() > 1e-3
+
+
+def test_masked_padding_is_as_good_as_removed():
+    """ATS-6: neither later attention nor pooling sees it."""
+    tokens = from_features(jax.random.normal(jax.random.key(1), (1, 7, 8)), (2, 3), 1)
+    valid = jnp.array([[True] * 5 + [False] * 2])
     masked = tokens.replace(valid=valid)
     other = masked.replace(x=masked.x.at[:, 5:].add(100.0))
     cut = tokens.replace(x=tokens.x[:, :5], index=tokens.index[:, :4])
-    np.testing.assert_allclose(attend(masked)[:, :5], attend(cut), atol=1e-5)
-    np.testing.assert_allclose(attend(other)[:, :5], attend(cut), atol=1e-5)
+    np.testing.assert_allclose(attention()(masked)[:, :5], attention()(cut), atol=1e-5)
+    np.testing.assert_allclose(attention()(other)[:, :5], attention()(cut), atol=1e-5)
     np.testing.assert_allclose(pool(other, "mean_patches"), pool(cut, "mean_patches"), atol=1e-6)
     np.testing.assert_allclose(pool(other, "mean_all"), pool(cut, "mean_all"), atol=1e-6)
 
