@@ -21,14 +21,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 
 from cropr_jax import models, rng
 from cropr_jax.errors import CheckpointError, ConfigError
 from cropr_jax.models.vit import ViT
+from cropr_jax.slim import cast_params, slim_leaves
 
 # What `predict` returns beside the logits, where the method has it.
-OUTPUTS = ("kept", "pruned", "pruned_after")
+OUTPUTS = ("kept", "pruned", "pruned_after", "group")
 
 
 class Predictor:
@@ -86,7 +86,7 @@ class Predictor:
         return self._run(images, preprocess, ())[0]
 
     def predict(self, images: Any, *, preprocess: bool = False) -> tuple[jax.Array, dict[str, Any]]:
-        """Logits, and which patches were kept and pruned.
+        """Logits, and which patches were kept and pruned, or into which tokens they were merged.
 
         Args:
           images: uint8 [b, height, width, 3], RGB, 0 to 255, of the model's `image_size`; or
@@ -96,8 +96,10 @@ class Predictor:
 
         Returns:
           Float32 logits [b, c], and a dict: `kept` and `pruned`, raster indices int32 of each site
-          in descending order of score; `pruned_after` int32 [b, h, w], the block (from 1) after
-          which each patch was pruned, 0 where it was kept. What a method does not have is missing.
+          in descending order of score, -1 for a token that is no single patch; `pruned_after` int32
+          [b, h, w], the block (from 1) after which each patch was pruned, 0 where it was kept;
+          `group` int32 [b, h, w], which of the last patch tokens holds each patch, of methods that
+          merge. What a method does not have is missing.
 
         Raises:
           ValueError: if the images have another size or type.
@@ -243,48 +245,6 @@ def forward(
     keys = rng.example_keys(jax.random.key(0), 0, jnp.arange(images.shape[0]))
     logits, out = model.apply({"params": params}, images, keys=keys)
     return logits, {name: out[name] for name in outputs if name in out}
-
-
-def cast_params(model: ViT, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters in the dtype in which the model uses them.
-
-    Norms and reducers compute with float32 parameters whatever the compute dtype; all else would be
-    cast in every call. Logits do not change.
-    """
-
-    flat = traverse_util.flatten_dict(dict(params), sep="/")
-    return traverse_util.unflatten_dict(
-        {
-            name: leaf
-            if name.startswith("reducer_") or "norm" in name
-            else jnp.asarray(leaf, model.dtype)
-            for name, leaf in flat.items()
-        },
-        sep="/",
-    )
-
-
-def slim_leaves(model: ViT) -> dict[str, Any]:
-    """The part of the training tree that the slim parameters are made of, as shapes.
-
-    Found by tracing `models.slim_params`: what it does not read, inference does not need.
-    """
-    params = traverse_util.flatten_dict(models.abstract_params(model))
-    names, leaves = tuple(params), tuple(params.values())
-
-    def slim(*leaves: jax.Array) -> Any:
-        tree = traverse_util.unflatten_dict(dict(zip(names, leaves, strict=True)))
-        return models.slim_params(model, tree)
-
-    jaxpr = jax.make_jaxpr(slim)(*leaves).jaxpr
-    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | set(map(id, jaxpr.outvars))
-    return traverse_util.unflatten_dict(
-        {
-            name: leaf
-            for name, leaf, var in zip(names, leaves, jaxpr.invars, strict=True)
-            if id(var) in used
-        }
-    )
 
 
 def load(path: str | Path, dtype: str | None = None) -> Predictor:

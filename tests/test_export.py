@@ -19,8 +19,9 @@ from PIL import Image
 from cropr_jax import export, models
 from cropr_jax.convert.timm import params_from_state_dict
 from cropr_jax.errors import ConfigError
-from cropr_jax.export import load_exported
+from cropr_jax.exported import load_exported
 from cropr_jax.inference import Predictor
+from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.train import checkpoints, optimizer
 
 CONFIG = {
@@ -40,8 +41,6 @@ PREPROCESS = {
     "crop_ratio": 0.875,
 }
 EVA02 = {"name": "eva02", "mlp": "swiglu_norm", "rope_reference": 16, "layer_scale": 0.1}
-# Flat patches: their variance ties, and their places decide what is pruned.
-VARIANCE = {"pool": "cls", "reduction": {"name": "variance", "rate": 5}}
 RANDOM = {"depth": 2, "reduction": {"name": "random", "rate": 5, "fusion": "none"}}
 BFLOAT16 = {"depth": 2, "dtype": "bfloat16"}
 
@@ -87,14 +86,29 @@ def test_jax_gives_the_logits(tmp_path, fields):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("fields", [{}, EVA02, VARIANCE])
-def test_onnx_gives_the_logits(tmp_path, fields):
+def check_onnx(path, fields):
+    """Equal for whole batches and for their images one by one, as one compiled batch tells."""
     predictor = make(json.dumps(fields))
-    predictor.export(tmp_path / "model.onnx", format="onnx")
-    onnx.checker.check_model(tmp_path / "model.onnx", full_check=True)
-    session = run_onnx(tmp_path / "model.onnx")
-    for count in (1, 7):
-        np.testing.assert_allclose(session(images(count)), predictor(images(count)), atol=1e-4)
+    predictor.export(path, format="onnx")
+    onnx.checker.check_model(path, full_check=True)
+    session, pixels = run_onnx(path), images(7)
+    expected = predictor(pixels)
+    np.testing.assert_allclose(session(pixels), expected, atol=1e-4)
+    one_by_one = [session(pixels[i : i + 1]) for i in range(7)]
+    np.testing.assert_allclose(np.concatenate(one_by_one), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{}, EVA02])
+def test_onnx_gives_the_logits(tmp_path, fields):
+    check_onnx(tmp_path / "model.onnx", fields)
+
+
+@pytest.mark.parametrize("name", sorted(REDUCERS.keys() - {"random"}))
+def test_onnx_of_every_method(tmp_path, name):
+    """At two sites, the second of which finds what the first has left; with flat patches, which tie
+    where variances or distances decide."""
+    reduction = {"name": name, "rate": 5, "fusion": "none"}
+    check_onnx(tmp_path / "model.onnx", {"width": 16, "pool": "cls", "reduction": reduction})
 
 
 @pytest.mark.parametrize("preprocess", [True, False])

@@ -16,7 +16,8 @@ import cropr_jax
 from cropr_jax import models
 from cropr_jax.bench import flops
 from cropr_jax.errors import CheckpointError, ConfigError
-from cropr_jax.inference import Predictor, slim_leaves
+from cropr_jax.inference import Predictor
+from cropr_jax.slim import slim_leaves
 from cropr_jax.train import checkpoints, optimizer
 
 CONFIG = {
@@ -161,6 +162,19 @@ def test_random_pruning_needs_no_keys():
     predictor = Predictor.from_model(model, params)
     pixels = normalized(images())
     np.testing.assert_array_equal(predictor(pixels), predictor(pixels))
+
+
+def test_merging_methods_say_where_each_patch_went():
+    model, params = make(reduction={"name": "tome", "rate": 5, "fusion": "none"})
+    _, out = Predictor.from_model(model, params).predict(normalized(images()))
+    assert "pruned_after" not in out and not out["pruned"]
+    last, group = np.asarray(out["kept"][-1]), np.asarray(out["group"])
+    assert group.shape == (3, 4, 6)
+    for places, patches in zip(last, group.reshape(3, -1), strict=True):
+        assert set(patches) == set(range(len(places)))
+        alone = np.flatnonzero(places >= 0)
+        assert 0 < len(alone) < len(places)
+        np.testing.assert_array_equal(patches[places[alone]], alone)
 
 
 def test_wrong_input():

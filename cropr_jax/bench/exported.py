@@ -22,7 +22,7 @@ from cropr_jax import cli, models
 from cropr_jax.bench import throughput
 from cropr_jax.bench.programs import Weights
 from cropr_jax.errors import ConfigError
-from cropr_jax.export import load_exported, needs
+from cropr_jax.exported import load_exported, needs
 from cropr_jax.inference import Predictor
 
 Call = Callable[[UInt8[np.ndarray, "b h w 3"]], Float[np.ndarray, "b c"]]

@@ -13,8 +13,9 @@ import numpy as np
 import optax
 from flax import traverse_util
 
-from cropr_jax import inference, models, rng
+from cropr_jax import models, rng
 from cropr_jax.models.vit import ViT
+from cropr_jax.slim import cast_params, slim_leaves
 from cropr_jax.tasks import classification
 
 FORMS = ("slim", "full")
@@ -117,12 +118,12 @@ class Inference:
           weights: made-up parameters.
           form: 'slim', or 'full' for scorers as they are in training (no auxiliary branch).
         """
-        needed = inference.slim_leaves(model)
+        needed = slim_leaves(model)
         if form == "slim":
             needed = jax.eval_shape(lambda params: models.slim_params(model, params), needed)
             model = model.clone(slim=True)
         self.model = model
-        self._params = inference.cast_params(model, weights.fill(needed))
+        self._params = cast_params(model, weights.fill(needed))
 
     def compile(self, batch_size: int) -> Program:
         """The program for a batch size."""
