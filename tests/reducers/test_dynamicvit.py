@@ -10,7 +10,7 @@ import tokred
 from conftest import fixture_names, load_fixture, random_params
 
 from cropr_jax import models, rng, schedule
-from cropr_jax.layers import attend, attend_masked
+from cropr_jax.attention import attend, attend_masked
 from cropr_jax.models.blocks import Block, pool
 from cropr_jax.reducers.base import Context
 from cropr_jax.reducers.dynamicvit import DynamicViT, straight_through

@@ -12,8 +12,8 @@ import pytest
 from conftest import random_params
 
 from cropr_jax import models, rng
+from cropr_jax.attention import Attention, cls_row, col_mean, fold_bias
 from cropr_jax.errors import ConfigError
-from cropr_jax.layers import Attention, cls_row, col_mean, fold_bias
 from cropr_jax.reducers import Context
 from cropr_jax.reducers.base import SiteSizes
 from cropr_jax.reducers.registry import REDUCERS
