@@ -54,6 +54,13 @@ OPTIONS = {
     # False and True keep the magnitude of the tokens, which the reference loses.
     "sinkhorn": {"epsilon": 1.0, "iterations": 3, "unit_values": True, "averages": False},
 }
+# What `distill` adds: losses against an unpruned model, `config.teacher`, of the same sizes, pool
+# and classes. They are part of both papers, but off by default: most users have no teacher, and the
+# code that the Cropr paper compares with (JoakimHaurum/TokenReduction) leaves SiT's out.
+DISTILLATION = {
+    "dynamicvit": {"distill": True, "distill_weight": 0.5, "token_loss": "mse"},
+    "sit": {"distill": True, "token_weight": 2.0, "logit_weight": 2.0},
+}
 
 # The paper's Pool column, where it differs from the backbone's own: CLS where the method reads it,
 # and for merged tokens the mean over the patches that they stand for.
@@ -72,6 +79,7 @@ SHARED = {
     "fusion": "",  # empty: LLF, but none with schedule=aggressive or where the method refuses it
     "res": 0,  # 0: the recipe's own
     "seed": 0,
+    "distill": False,
     "runlocal": False,
 }
 
@@ -110,6 +118,11 @@ def parse_arg(arg: str | None, variants: Sequence[str] = (), **defaults: Any) ->
     ):
         if parsed[key] not in options:
             raise ConfigError(f"--config {key}: found {parsed[key]!r}, expected one of {options}")
+    if parsed.distill and parsed.reduction not in DISTILLATION:
+        raise ConfigError(
+            f"--config distill: {parsed.reduction!r} learns from no teacher, "
+            f"{' and '.join(DISTILLATION)} can"
+        )
     if not parsed.fusion:
         method = REDUCERS.get(parsed.reduction)
         refuses = parsed.schedule == "aggressive" or (method and method().refuses_fusion)
@@ -145,6 +158,7 @@ def base(arg: Mapping[str, Any]) -> ConfigDict:
     config.init = ""  # weights to start from
     # How they get to another grid and patch: 'timm' (as None) or 'torch', MAE's and EVA's own way.
     config.init_resampling = config_dict.placeholder(str)
+    config.teacher = config_dict.placeholder(str)  # weights of the model that `distill` learns from
     config.distributed = False  # call jax.distributed.initialize()
 
     config.data = ConfigDict(
@@ -217,7 +231,8 @@ def reduction(arg: Mapping[str, Any], rate: int, patches: int) -> ConfigDict:
             "schedule": arg["schedule"],
             "rate": rates[arg["schedule"]] if arg["r"] < 0 else arg["r"],
             "fusion": arg["fusion"],
-            "options": OPTIONS.get(arg["reduction"], {}),
+            "options": OPTIONS.get(arg["reduction"], {})
+            | (DISTILLATION[arg["reduction"]] if arg["distill"] else {}),
         }
     )
 

@@ -200,6 +200,10 @@ class Cropr(Pruner):
 
     salience: ClassVar[float] = 1.0
 
+    @property
+    def describe_losses(self) -> str:
+        return "auxiliary cross-entropy of each site"
+
     def macs(self, sizes: SiteSizes) -> tuple[int, int]:
         """Nothing, but for the projections of tokens and queries, which the slim form has not."""
         if self.slim or not self.projections:

@@ -173,6 +173,17 @@ def test_every_leaf_can_be_set(name):
         config.update_from_flattened_dict({field: replacements.get(field, value)})
 
 
+@pytest.mark.parametrize("reduction", ["dynamicvit", "sit"])
+def test_distillation_is_one_word(reduction):
+    """It changes nothing where it is not said, and a teacher is needed where it is."""
+    config = get_config("cifar10", f"reduction={reduction},distill")
+    assert models.create(plain(config)["model"]).make_reducer().needs_teacher
+    without = get_config("cifar10", f"reduction={reduction}")
+    assert config.teacher is None and "distill" not in without.model.reduction.options
+    with pytest.raises(ConfigError, match="distill: 'cropr' learns from no teacher"):
+        get_config("cifar10", "distill")
+
+
 def test_mistakes_name_what_is_known():
     for arg, message in {
         "vit_x": "variant: found 'vit_x'",

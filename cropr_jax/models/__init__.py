@@ -270,6 +270,18 @@ def slim_params(model: ViT, params: Mapping[str, Any]) -> dict[str, Any]:
     return slimmed
 
 
+def unpruned(model: ViT) -> ViT:
+    """The same backbone and head without reducers, fusion and drop path."""
+    return model.clone(
+        reduction="none",
+        reducer=(),
+        schedule=Schedule(model.depth),
+        fusion="none",
+        drop_path=0.0,
+        drop_path_last_block=0.0,
+    )
+
+
 def count(params: Any) -> int:
     """Number of parameters in a tree of arrays or shapes."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -285,4 +297,5 @@ __all__ = [
     "make_schedule",
     "slim",
     "slim_params",
+    "unpruned",
 ]

@@ -17,6 +17,7 @@ from cropr_jax import fusion, rng, routing
 from cropr_jax.layers import Dtype, LayerNorm, sincos_positions
 from cropr_jax.models.blocks import Block, PatchEmbed, pool
 from cropr_jax.reducers import Context, Reducer
+from cropr_jax.reducers.distillation import Prediction
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.schedule import Schedule
 from cropr_jax.tokens import Tokens, from_features
@@ -161,6 +162,18 @@ class ViT(nn.Module):
         return REDUCERS[self.reduction].losses(out["sites"], criterion)
 
     @nn.nowrap
+    def distillation_losses(self, student: Prediction, teacher: Prediction) -> dict[str, jax.Array]:
+        """Losses by name between what the model and its teacher returned for the same images.
+
+        Args:
+          student: both outputs of the model in training.
+          teacher: both outputs of the unpruned model.
+        """
+        return (
+            {} if self.reduction == "none" else self.make_reducer().distillation(student, teacher)
+        )
+
+    @nn.nowrap
     def drop_rates(self) -> tuple[float, ...]:
         """Drop path rate of each block."""
         linear = [self.drop_path * i / max(self.depth - 1, 1) for i in range(self.depth)]
@@ -185,7 +198,9 @@ class ViT(nn.Module):
           Float32 logits, and a dict with `auxiliary` (logits [b, n, c] of each site, in training),
           `sites` (all outputs of each site), `kept` and `pruned` (raster indices of each site, in
           descending order of score), `pruned_after` (see `routing.pruned_after`), `features` (the
-          tokens that leave each block), `embedded`, `pooled`, and `pre_logits`, what the head sees.
+          tokens that leave each block), `recovered` (of those, in training, what the method brings
+          back to all places: `Reducer.recover`), `normed` (the patch tokens at the end, under the
+          norm before the head), `embedded`, `pooled`, and `pre_logits`, what the head sees.
           Methods that merge have `group` [b, h, w] (see `Tokens`) instead of `pruned` and
           `pruned_after`, and -1 in `kept` where a token is no single patch. Under `jit` what is
           unused is free.
@@ -210,7 +225,8 @@ class ViT(nn.Module):
 
         left = self.schedule.patches(self.grid[0] * self.grid[1])
         block_class = nn.remat(Block, methods=("attend", "feed_forward")) if self.remat else Block
-        sites, kept, pruned, features = [], [], [], []
+        sites, kept, pruned, features, recovered = [], [], [], [], []
+        latest = None
         for i, rate in enumerate(self.drop_rates()):
             if i == self.depth - 1 and self.fused:
                 tokens = fusion.last_layer_fusion(tokens, pruned)
@@ -245,14 +261,20 @@ class ViT(nn.Module):
                     kept.append(tokens.index)
                     if gone is not None:
                         pruned.append(gone)
+            latest = reducer or latest
+            if train and latest is not None:
+                back = latest.recover(tokens, i)
+                recovered += [] if back is None else [back]
 
-        logits, pooled, pre_logits = self.classify(tokens)
+        logits, pooled, pre_logits, normed = self.classify(tokens)
         out = {
             "auxiliary": tuple(site["auxiliary"] for site in sites if "auxiliary" in site),
             "sites": tuple(sites),
             "kept": tuple(kept),
             "pruned": tuple(gone.index for gone in pruned),
             "features": tuple(features),
+            "recovered": tuple(recovered),
+            "normed": normed,
             "embedded": embedded,
             "pooled": pooled,
             "pre_logits": pre_logits,
@@ -310,23 +332,27 @@ class ViT(nn.Module):
 
     def classify(
         self, tokens: Tokens
-    ) -> tuple[Float[Array, "b c"], Float[Array, "b d"], Float[Array, "b d"]]:
-        """Logits, the pooled features, and what the head sees: those, normalised.
+    ) -> tuple[
+        Float[Array, "b c"], Float[Array, "b d"], Float[Array, "b d"], Float[Array, "b m d"]
+    ]:
+        """Logits, the pooled features, what the head sees, and the patch tokens under its norm.
 
-        With pool='cls' the norm comes before pooling.
+        The head sees the pooled features normalised; with pool='cls' the norm comes before pooling.
         """
+        norm = LayerNorm(dtype=self.dtype, name="norm" if self.pool == "cls" else "fc_norm")
+        normed = norm(tokens.x)
         if self.pool == "cls":
-            tokens = tokens.replace(x=LayerNorm(dtype=self.dtype, name="norm")(tokens.x))
-            pooled = features = pool(tokens, self.pool)
+            pooled = features = pool(tokens.replace(x=normed), self.pool)
         else:
             pooled = pool(tokens, self.pool)
-            features = LayerNorm(dtype=self.dtype, name="fc_norm")(pooled)
+            features = norm(pooled)
+        patches = normed[:, self.prefix :]
         if not self.num_classes:
-            return features.astype(jnp.float32), pooled, features
+            return features.astype(jnp.float32), pooled, features, patches
         head = nn.Dense(
             self.num_classes,
             dtype=self.dtype,
             kernel_init=nn.initializers.normal(self.head_init_std),
             name="head",
         )
-        return head(features).astype(jnp.float32), pooled, features
+        return head(features).astype(jnp.float32), pooled, features, patches

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from cropr_jax import routing
 from cropr_jax.layers import Dtype
+from cropr_jax.reducers.distillation import Prediction
 from cropr_jax.tokens import Tokens
 
 
@@ -121,6 +122,16 @@ class Reducer(nn.Module):
         """Why Last Layer Fusion cannot work with the method; empty if it can."""
         return "" if self.keeps_positions else "keeps no positions"
 
+    @property
+    def describe_losses(self) -> str:
+        """Losses of the method beside the task's, in words; empty if it has none."""
+        return ""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether training compares with a frozen, unpruned model (`distillation`)."""
+        return False
+
     def most(self, patches: int) -> int:
         """How many of `patches` tokens one site can remove."""
         return patches - 1
@@ -154,6 +165,27 @@ class Reducer(nn.Module):
             for site, out in enumerate(outs)
             if "auxiliary" in out
         }
+
+    def recover(self, tokens: Tokens, block: int) -> Float[Array, "b g d"] | None:
+        """Patch tokens brought back to all g places of the image, in training.
+
+        The site is asked at every block from its own to the one before the next site's, for
+        methods that compare them with a teacher's.
+
+        Args:
+          tokens: that leave the block and its site.
+          block: from 0.
+        """
+        return None
+
+    def distillation(self, student: Prediction, teacher: Prediction) -> dict[str, jax.Array]:
+        """Losses between model and teacher, by name and weighted; added to all others.
+
+        Args:
+          student: what the model returned in training.
+          teacher: what the frozen, unpruned model returned for the same images.
+        """
+        return {}
 
     @classmethod
     def slim_params(cls, params: dict[str, Any]) -> dict[str, Any]:

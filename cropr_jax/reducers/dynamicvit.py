@@ -9,14 +9,17 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from cropr_jax import rng
-from cropr_jax.layers import Dtype, LayerNorm, gelu, normal_init
+from cropr_jax.layers import LayerNorm, gelu, normal_init
 from cropr_jax.reducers.base import Context, Pruner, SiteSizes
+from cropr_jax.reducers.distillation import Prediction, divergence, squared_error
 from cropr_jax.tokens import Tokens
 
 # Keeps the mean of no tokens at all finite.
 TINY = 1e-6
 # Channel of the predictor's two that stands for keeping. The paper numbers them the other way.
 KEEP = 0
+# How the tokens that stay to the end are compared with the teacher's.
+TOKEN_LOSSES = {"mse": squared_error, "kl": divergence}
 
 
 def straight_through(
@@ -38,10 +41,8 @@ def straight_through(
 class Predictor(nn.Module):
     """Log-probabilities of keeping and dropping, from each token and the mean of those still kept.
 
-    Layer-norm epsilon 1e-5, as released.
+    In float32 whatever the compute dtype: these are scores. Layer-norm epsilon 1e-5, as released.
     """
-
-    dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(
@@ -50,17 +51,17 @@ class Predictor(nn.Module):
         width = x.shape[-1]
 
         def dense(x: jax.Array, features: int, name: str) -> jax.Array:
-            return nn.Dense(features, dtype=self.dtype, kernel_init=normal_init, name=name)(x)
+            return nn.Dense(features, kernel_init=normal_init, name=name)(x)
 
-        x = LayerNorm(epsilon=1e-5, dtype=self.dtype, name="norm")(x)
+        x = LayerNorm(epsilon=1e-5, name="norm")(x.astype(jnp.float32))
         local, every = jnp.split(gelu(dense(x, width, "embed")), [width // 2], axis=-1)
-        total = jnp.einsum("bmd,bm->bd", every.astype(jnp.float32), kept)
+        total = jnp.einsum("bmd,bm->bd", every, kept)
         mean = total / jnp.maximum(kept.sum(1, keepdims=True), TINY)
-        mean = jnp.broadcast_to(mean[:, None].astype(every.dtype), every.shape)
+        mean = jnp.broadcast_to(mean[:, None], every.shape)
         x = jnp.concatenate([local, mean], axis=-1)
         x = gelu(dense(x, width // 2, "fc1"))
         x = gelu(dense(x, width // 4, "fc2"))
-        return nn.log_softmax(dense(x, 2, "fc3").astype(jnp.float32), axis=-1)
+        return nn.log_softmax(dense(x, 2, "fc3"), axis=-1)
 
 
 class DynamicViT(Pruner):
@@ -73,14 +74,40 @@ class DynamicViT(Pruner):
     number is removed, the same for every image.
 
     Source: Rao et al., "DynamicViT: Efficient Vision Transformers with Dynamic Token
-    Sparsification", NeurIPS 2021; raoyongming/DynamicViT: models/dyvit.py, losses.py. Without its
-    two distillation losses, which need a teacher.
+    Sparsification", NeurIPS 2021; raoyongming/DynamicViT: models/dyvit.py, losses.py.
 
     Attributes:
       ratio_weight: of the ratio loss; 2 in the paper, 5 in the authors' recipe for DeiT-B.
+      distill: learn from a teacher too, as the paper does: its logits, and its tokens where the
+        student keeps them to the end.
+      distill_weight: of both of these losses.
+      token_loss: 'mse', or 'kl' of a softmax over channels, as the authors have it for LV-ViT.
     """
 
     ratio_weight: float = 2.0
+    distill: bool = False
+    distill_weight: float = 0.5
+    token_loss: str = "mse"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        if self.token_loss not in TOKEN_LOSSES:
+            raise ValueError(
+                f"dynamicvit token_loss: found {self.token_loss!r}, expected one of "
+                f"{tuple(TOKEN_LOSSES)}"
+            )
+        return frozenset()
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.distill
+
+    @property
+    def describe_losses(self) -> str:
+        ratio = f"{self.ratio_weight:g} x ratio"
+        if not self.distill:
+            return ratio
+        return f"{ratio}, {self.distill_weight:g} x (KL of logits, {self.token_loss} of tokens)"
 
     @property
     def refuses_fusion(self) -> str:
@@ -101,7 +128,7 @@ class DynamicViT(Pruner):
         if tokens.policy is not None:
             kept = tokens.policy[:, tokens.prefix :]
         x = tokens.x[:, tokens.prefix :]
-        log_p = Predictor(self.dtype, name="predictor")(x, kept)
+        log_p = Predictor(name="predictor")(x, kept)
         return log_p[..., KEEP], {"log_p": log_p, "kept": kept}
 
     def __call__(
@@ -135,3 +162,16 @@ class DynamicViT(Pruner):
         outs: Sequence[Mapping[str, Any]], criterion: Callable[[jax.Array], jax.Array]
     ) -> dict[str, jax.Array]:
         return {"ratio": jnp.stack([out["ratio"] for out in outs]).mean()} if outs else {}
+
+    def distillation(self, student: Prediction, teacher: Prediction) -> dict[str, jax.Array]:
+        """KL of the logits, and the error of the tokens that the last site left.
+
+        That of tokens is a mean over those of all images together: an image that keeps more of them
+        weighs more. Decisions get no gradient from it, only features do.
+        """
+        (logits, out), (taught, whole) = student, teacher
+        kept = (out["sites"][-1]["kept"] > 0.5).astype(jnp.float32)
+        errors = TOKEN_LOSSES[self.token_loss](out["normed"], whole["normed"])
+        tokens = (kept * errors).sum() / jnp.maximum(kept.sum(), 1.0)
+        losses = {"logits": divergence(logits, taught).mean(), "tokens": tokens}
+        return {f"distill_{name}": self.distill_weight * x for name, x in losses.items()}

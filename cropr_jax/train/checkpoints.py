@@ -2,9 +2,10 @@
 
 Orbax writes a step into a temporary directory and renames it when all is on disk, so that a step
 that is listed is whole. `WORKDIR/checkpoints/STEP` holds the state as nested dictionaries
-`{step, params, opt_state, ema}`; a step that was evaluated also holds its metrics. Kept are the
-last step and the best evaluated one. Randomness and the input pipeline are functions of (seed,
-step), so the step is all that they need.
+`{step, params, opt_state, ema}`, of a run with a teacher also its parameters, so that a resumed run
+cannot meet another; a step that was evaluated also holds its metrics. Kept are the last step and
+the best evaluated one. Randomness and the input pipeline are functions of (seed, step), so the step
+is all that they need.
 """
 
 from __future__ import annotations
@@ -106,13 +107,20 @@ def restore(path: Path, wanted: TrainState) -> TrainState:
     Raises:
       CheckpointError: if the file is of another model, naming the first parameter that differs.
     """
-    tree = serialization.to_state_dict(wanted)
+    tree = _state_dict(wanted)
     stored = _stored(path)
     # Parameters first: their names say more to the reader than those of the moments.
     check_tree({"params": tree["params"]}, {"params": stored.get("params", {})}, path)
     check_tree(tree, stored, path)
-    restored: Any = serialization.from_state_dict(wanted, ocp.load(str(path), tree))
+    loaded = {"teacher": None, **ocp.load(str(path), tree)}
+    restored: Any = serialization.from_state_dict(wanted, loaded)
     return restored
+
+
+def _state_dict(state: TrainState) -> dict[str, Any]:
+    """The state as nested dictionaries, of which only runs that have a teacher hold one."""
+    tree = serialization.to_state_dict(state)
+    return {name: part for name, part in tree.items() if name != "teacher" or part is not None}
 
 
 def stored_params(path: str | Path) -> dict[str, Any]:
@@ -269,7 +277,7 @@ class Checkpoints:
         try:
             self._pending = self._steps.save_async(
                 step,
-                serialization.to_state_dict(state),
+                _state_dict(state),
                 metrics=None if metrics is None else dict(metrics),
                 force=True,
             )

@@ -119,28 +119,37 @@ class Run:
     def __init__(self, resolved: Recipe):
         self.recipe = resolved
         self.step: Step = resolved.step()
-        shapes = jax.eval_shape(self._fresh)
+        teacher = None if resolved.teacher is None else models.abstract_params(resolved.teacher)
+        shapes = jax.eval_shape(self._state, models.abstract_params(resolved.model), teacher)
         self.shardings = sharding.state_shardings(shapes, resolved.mesh)
         self.abstract: TrainState = checkpoints.abstract(shapes, self.shardings)
         self._evaluate = jit_evaluate(self.step, self.shardings.params)
 
-    def _state(self, params: dict[str, Any]) -> TrainState:
-        average = self.recipe.config["optimizer"].get("ema") is not None
-        return optimizer.create_state(params, self.recipe.optimizer, self.recipe.trainable, average)
+    def _state(self, params: dict[str, Any], teacher: dict[str, Any] | None) -> TrainState:
+        resolved = self.recipe
+        average = resolved.config["optimizer"].get("ema") is not None
+        return optimizer.create_state(
+            params, resolved.optimizer, resolved.trainable, average, teacher
+        )
 
-    def _fresh(self) -> TrainState:
-        return self._state(models.init(self.recipe.model, self.step.key(INIT_KEY)))
+    def _fresh(self, teacher: dict[str, Any] | None) -> TrainState:
+        return self._state(models.init(self.recipe.model, self.step.key(INIT_KEY)), teacher)
 
     def initial_state(self) -> TrainState:
         """State before the first step, made where it is to lie."""
-        path = self.recipe.config.get("init") or ""
+        config, model = self.recipe.config, self.recipe.model
+        rule = config.get("init_resampling") or "timm"
+        teacher = None
+        if self.recipe.teacher is not None:
+            path = config["teacher"]
+            teacher, notes = initial.teacher_params(path, self.recipe.teacher, rule)
+            say("; ".join([f"Learns from {path}", *notes]))
+        path = config.get("init") or ""
         if not path:
-            return jax.jit(self._fresh, out_shardings=self.shardings)()
-        key = self.step.key(INIT_KEY)
-        rule = self.recipe.config.get("init_resampling") or "timm"
-        params, notes = initial.initial_params(path, self.recipe.model, key, rule)
+            return jax.jit(self._fresh, out_shardings=self.shardings)(teacher)
+        params, notes = initial.initial_params(path, model, self.step.key(INIT_KEY), rule)
         say("; ".join([f"Starts from {path}", *notes]))
-        return jax.jit(self._state, out_shardings=self.shardings)(params)
+        return jax.jit(self._state, out_shardings=self.shardings)(params, teacher)
 
     def restore(self, path: Path) -> TrainState:
         """The state of a step directory."""
@@ -236,7 +245,8 @@ def _prepare(config: Any) -> Recipe:
     if config.get("distributed") and not jax.distributed.is_initialized():
         initialize_processes()
     resolved = recipe.resolve(config)
-    initial.check_path(resolved.config.get("init") or "")
+    for field in ("init", "teacher"):
+        initial.check_path(resolved.config.get(field) or "", f"config.{field}")
     say(recipe.card(resolved))
     return resolved
 

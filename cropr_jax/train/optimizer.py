@@ -192,6 +192,7 @@ class TrainState(NamedTuple):
     params: dict[str, Any]  # nested, float32, frozen ones included
     opt_state: Any
     ema: Flat | None  # average of the trainable parameters, None where it is off
+    teacher: dict[str, Any] | None = None  # parameters of the teacher, nested; None without one
 
 
 def create_state(
@@ -199,12 +200,13 @@ def create_state(
     optimizer: optax.GradientTransformation,
     trainable: Sequence[str],
     ema: bool,
+    teacher: dict[str, Any] | None = None,
 ) -> TrainState:
     """State before the first step; traceable, so that it can be made in place on a mesh."""
     chosen, _ = split(params, trainable)
     # A copy: the step donates the state, and one buffer cannot be donated twice.
     average = jax.tree.map(jnp.copy, chosen) if ema else None
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(chosen), average)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(chosen), average, teacher)
 
 
 def update_ema(ema: Flat | None, params: Flat, decay: float | None) -> Flat | None:

@@ -48,7 +48,7 @@ FIELDS: dict[str, tuple[set[str], set[str]]] = {
             "mesh",
             "model",
         },
-        {"total_steps", "accum_steps", "init", "init_resampling", "distributed"},
+        {"total_steps", "accum_steps", "init", "init_resampling", "teacher", "distributed"},
     ),
     "data": (
         {"source", "train", "eval", "workers"},
@@ -156,6 +156,7 @@ class Recipe:
     Attributes:
       config: plain nested dictionaries.
       model: training form.
+      teacher: what the method learns from beside the labels, None for nothing.
       task: module of `cropr_jax.tasks`.
       mesh: devices.
       schedule: learning rate by step.
@@ -172,6 +173,7 @@ class Recipe:
 
     config: dict[str, Any]
     model: ViT
+    teacher: ViT | None
     task: ModuleType
     mesh: Mesh
     schedule: schedules.WarmupCosine
@@ -198,6 +200,7 @@ class Recipe:
             ema=self.config["optimizer"].get("ema"),
             seed=self.config["seed"],
             mesh=self.mesh,
+            teacher=self.teacher,
         )
 
 
@@ -255,6 +258,28 @@ def _check_data(config: Mapping[str, Any], model: ViT) -> tuple[int, dict[str, i
     return examples, {name: pipeline.num_examples(config, name) for name in names}
 
 
+def make_teacher(config: Mapping[str, Any], model: ViT) -> ViT | None:
+    """The unpruned model that the method needs in training, None if it needs none.
+
+    Raises:
+      ConfigError: if `config.teacher` is missing, or nothing would use it.
+    """
+    path = config.get("teacher") or ""
+    needed = model.reduction != "none" and model.make_reducer().needs_teacher
+    if needed and not path:
+        raise ConfigError(
+            f"config.teacher: empty, but {model.reduction!r} with distill learns from an unpruned "
+            "model: give its weights or work directory (trained with reduction=none), or leave "
+            "distill off"
+        )
+    if path and not needed:
+        raise ConfigError(
+            f"config.teacher: '{path}', but {model.reduction!r} as it is set learns from no "
+            "teacher: leave it empty, or use dynamicvit or sit with distill"
+        )
+    return models.unpruned(model) if needed else None
+
+
 def total_steps(config: Mapping[str, Any], steps_per_epoch: int) -> tuple[int, int]:
     """Steps of the run and of its warm-up.
 
@@ -293,6 +318,7 @@ def resolve(config: Any) -> Recipe:
     if not values["model"]["num_classes"]:  # those of the data
         values["model"]["num_classes"] = len(pipeline.class_names(values))
     model = models.create(values["model"])
+    teacher = make_teacher(values, model)
     examples, eval_examples = _check_data(values, model)
 
     per_epoch = pipeline.steps_per_epoch(values)
@@ -319,6 +345,7 @@ def resolve(config: Any) -> Recipe:
     return Recipe(
         config=values,
         model=model,
+        teacher=teacher,
         task=task,
         mesh=mesh,
         schedule=schedule,
@@ -367,6 +394,12 @@ def _reduction(values: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def _losses(model: ViT) -> str:
+    """All losses in words."""
+    words = "" if model.reduction == "none" else model.make_reducer().describe_losses
+    return ", ".join(filter(None, ["cross-entropy", words]))
+
+
 def card(recipe: Recipe) -> str:
     """The resolved recipe in a table."""
     config, model, found = recipe.config, recipe.model, facts(recipe)
@@ -387,6 +420,7 @@ def card(recipe: Recipe) -> str:
             f"{config['model'].get('dtype', 'float32')}",
         ),
         ("reduction", _reduction(config["model"]["reduction"])),
+        ("losses", _losses(model)),
         (
             "tokens",
             f"{height * width + model.prefix} -> " + (" ".join(map(str, found["tokens"])) or "all"),
@@ -432,6 +466,9 @@ def card(recipe: Recipe) -> str:
         ),
         ("seed", config["seed"]),
     ]
-    if config.get("init"):
-        rows.append(("starts from", config["init"]))
+    rows += [
+        (words, config[field])
+        for field, words in (("init", "starts from"), ("teacher", "learns from"))
+        if config.get(field)
+    ]
     return logging.table(rows, "Recipe")

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from cropr_jax import rng
 from cropr_jax.models.vit import ViT
+from cropr_jax.reducers.distillation import Prediction
 from cropr_jax.train import mixup, optimizer, sharding
 from cropr_jax.train.optimizer import Flat, TrainState
 
@@ -44,6 +45,7 @@ class Step:
       ema: decay of the average of parameters, None for no average.
       seed: of the run.
       mesh: devices.
+      teacher: frozen, unpruned model whose outputs the method learns from; None for no such model.
     """
 
     model: ViT
@@ -56,12 +58,13 @@ class Step:
     ema: float | None
     seed: int
     mesh: Mesh
+    teacher: ViT | None = None
 
     def key(self, purpose: int) -> jax.Array:
         """Key of the run for one purpose."""
         return jax.random.fold_in(jax.random.key(self.seed), purpose)
 
-    def loss(self, chosen: Flat, frozen: Flat, batch: Batch, step: jax.Array):
+    def loss(self, chosen: Flat, frozen: Flat, teacher: Any, batch: Batch, step: jax.Array):
         """Loss of a micro-batch `{image, targets, id}` and its parts."""
         # Not differentiating the frozen ones keeps the whole backward pass below them out.
         params = optimizer.merge(gather(chosen, self.mesh), gather(frozen, self.mesh))
@@ -69,10 +72,20 @@ class Step:
         logits, out = self.model.apply({"params": params}, batch["image"], train=True, keys=keys)
         criterion = functools.partial(self.task.criterion, targets=batch["targets"])
         extra = self.model.reducer_losses(out, criterion)
-        return self.task.losses(logits, extra, batch["targets"])
+        total, parts = self.task.losses(logits, extra, batch["targets"])
+        distilled = self.distill(teacher, batch["image"], (logits, out))
+        return total + sum(distilled.values()), parts | distilled
+
+    def distill(self, teacher: Any, images: jax.Array, student: Prediction) -> Metrics:
+        """Losses between what the model returned for the images and what its teacher does."""
+        if self.teacher is None:
+            return {}
+        # Nothing is drawn: the teacher is as it would be in evaluation.
+        taught = self.teacher.apply({"params": gather(teacher, self.mesh)}, images, train=False)
+        return self.model.distillation_losses(student, jax.lax.stop_gradient(taught))
 
     def gradients(
-        self, chosen: Flat, frozen: Flat, batch: Batch, step: jax.Array
+        self, chosen: Flat, frozen: Flat, teacher: Any, batch: Batch, step: jax.Array
     ) -> tuple[Flat, Metrics]:
         """Mean gradient and metrics over the micro-batches.
 
@@ -82,7 +95,7 @@ class Step:
         differentiate = jax.value_and_grad(self.loss, has_aux=True)
 
         def one(micro: Batch) -> tuple[Flat, Metrics]:
-            (loss, parts), grads = differentiate(chosen, frozen, micro, step)
+            (loss, parts), grads = differentiate(chosen, frozen, teacher, micro, step)
             return grads, {"loss": loss, **parts}
 
         if self.accum_steps == 1:
@@ -124,7 +137,7 @@ class Step:
         )
         mixed = {"image": images, "targets": targets, "id": batch["id"]}
         chosen, frozen = optimizer.split(state.params, self.trainable)
-        grads, metrics = self.gradients(chosen, frozen, mixed, state.step)
+        grads, metrics = self.gradients(chosen, frozen, state.teacher, mixed, state.step)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, chosen)
         moved: Any = optax.apply_updates(chosen, updates)
         metrics |= {
@@ -136,6 +149,7 @@ class Step:
             params=optimizer.merge(moved, frozen),
             opt_state=opt_state,
             ema=optimizer.update_ema(state.ema, moved, self.ema),
+            teacher=state.teacher,
         )
         return after, metrics
 

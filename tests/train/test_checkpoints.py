@@ -63,6 +63,23 @@ def test_bit_equal_on_other_device_counts(tmp_path):
                 assert leaf.sharding == want.sharding
 
 
+def test_teacher_is_kept_where_there_is_one(tmp_path):
+    """And a run without one reads what was saved before there were any."""
+    plain = state_of(made_up())
+    taught = plain._replace(teacher=made_up(1))
+    for name, state in (("plain", plain), ("taught", taught)):
+        with Checkpoints(tmp_path / name) as saved:
+            saved.save(1, state)
+            saved.wait()
+            stored = checkpoints.ocp.metadata(saved.path(1)).metadata
+            assert ("teacher" in stored) == (name == "taught")
+            assert_same(checkpoints.restore(saved.path(1), wanted(state, mesh_of(2, 4))), state)
+            params = checkpoints.restore_params(saved.path(1), wanted(state, mesh_of(1, 1)).params)
+            assert params.keys() == state.params.keys()
+    with pytest.raises(CheckpointError, match="it has no 'teacher/block_0"):
+        checkpoints.restore(tmp_path / "plain/checkpoints/1", wanted(taught, mesh_of(1, 1)))
+
+
 def test_state_may_be_donated_after_save(tmp_path):
     state = state_of(made_up())
     before = jax.device_get(state)

@@ -97,6 +97,24 @@ def test_another_backbone_is_refused(run):
         initial.initial_params(path, tiny(width=24, heads=3), jax.random.key(0))
 
 
+def test_teacher_is_whole_or_refused(run):
+    """Reducers are left; a head of other classes or the norm of another pool is no teacher's."""
+    path, stored = run
+    teacher = models.unpruned(tiny())
+    got, notes = initial.teacher_params(path, teacher)
+    assert notes == ["left: reducer_* (not in the model)"]
+    assert flatten(got).keys() == flatten(models.abstract_params(teacher)).keys()
+    np.testing.assert_array_equal(got["head"]["kernel"], stored["head/kernel"])
+    for fields, lacking in (({"num_classes": 6}, "head/bias"), ({"pool": "cls"}, "norm/bias")):
+        message = f"config.teacher: .* has no '{lacking}' that fits .*; a teacher must be trained"
+        with pytest.raises(ConfigError, match=message):
+            initial.teacher_params(path, models.unpruned(tiny(**fields)))
+    with pytest.raises(ConfigError, match="config.teacher: .* missing in the file: block_3/attn/"):
+        initial.teacher_params(path, models.unpruned(tiny(depth=4)))
+    with pytest.raises(ConfigError, match="config.teacher: 'nowhere' does not exist"):
+        initial.check_path("nowhere", "config.teacher")
+
+
 def test_what_is_no_file(tmp_path):
     with pytest.raises(ConfigError, match="config.init: 'nowhere' does not exist"):
         initial.check_path("nowhere")

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import tiny_config
 
+from cropr_jax import models
+from cropr_jax.errors import ConfigError
 from cropr_jax.train import checkpoints, loop, recipe
 from cropr_jax.train.logging import drop_records_after
 from cropr_jax.train.optimizer import flatten
@@ -236,3 +238,28 @@ def test_records_to_be_written_again_are_dropped(tmp_path):
 def test_loss_that_is_not_finite_ends_the_run():
     with pytest.raises(FloatingPointError, match="nan at step 7"):
         loop._check_finite(7, {"loss": float("nan")})
+
+
+def test_a_run_keeps_its_teacher(tmp_path):
+    """What is restored is bit by bit what was read, wherever the file has gone since."""
+    config = tiny_config.get_config("reduction=dynamicvit")
+    with config.unlocked():
+        config.model.reduction.update({"fusion": "none", "options": {"distill": True}})
+        config.teacher = str(tmp_path / "whole.npz")
+    resolved = recipe.resolve(config)
+    taught = flatten(models.init(resolved.teacher, jax.random.key(3)))
+    np.savez(config.teacher, **taught)
+    run = loop.Run(resolved)
+    state = run.initial_state()
+    for name, leaf in flatten(state.teacher).items():
+        np.testing.assert_array_equal(leaf, taught[name])
+    Path(config.teacher).unlink()
+    with loop.Checkpoints(tmp_path, resolved.task.BEST) as saved:
+        saved.save(1, state)
+        saved.wait()
+        again = run.restore(saved.path(1))
+        params = run.restore_params(saved.path(1))
+    assert_same_state(flatten(again.teacher), taught)
+    assert_same_state(flatten(params), flatten(state.params))
+    with pytest.raises(ConfigError, match="config.teacher: .*whole.npz' does not exist"):
+        loop._prepare(config)

@@ -1,6 +1,7 @@
 """What a config resolves to, and what is refused before anything is compiled."""
 
 import json
+import re
 
 import pytest
 import tiny_config
@@ -48,6 +49,28 @@ def test_card_tells_what_matters():
     assert "cropr, per_block, R 3, fusion llf, heads 2\n" in card
 
 
+DISTILLED = {
+    "name": "dynamicvit",
+    "schedule": "per_block",
+    "rate": 3,
+    "fusion": "none",
+    "options": {"distill": True},
+}
+
+
+def test_teacher():
+    resolved = recipe.resolve(config_with(model__reduction=DISTILLED, teacher="runs/whole"))
+    assert resolved.teacher is not None and resolved.step().teacher is resolved.teacher
+    assert resolved.teacher.reduction == "none" and resolved.teacher.pool == resolved.model.pool
+    card = recipe.card(resolved)
+    words = "cross-entropy, 2 x ratio, 0.5 x (KL of logits, mse of tokens)"
+    assert re.search(rf"losses +{re.escape(words)}\n", card)
+    assert re.search(r"learns from +runs/whole", card)
+    plain = recipe.resolve(config_with(model__reduction=DISTILLED | {"options": {}}))
+    assert plain.teacher is None
+    assert re.search(r"losses +cross-entropy, 2 x ratio\n", recipe.card(plain))
+
+
 def test_total_steps_scale_the_warmup():
     resolved = recipe.resolve(config_with(total_steps=4))
     assert (resolved.total_steps, resolved.schedule.warmup_steps) == (4, 1)
@@ -80,6 +103,8 @@ def test_config_is_plain_json():
     ({"preprocess__res": (16, 16)}, "config.preprocess.res: .*config.model.image_size"),
     ({"data__source": "tdfs"}, "config.data.source is 'tdfs'"),
     ({"data__eval": {}}, "config.data.eval: empty"),
+    ({"teacher": "runs/whole"}, "config.teacher: 'runs/whole', but 'cropr' .* learns from no"),
+    ({"model__reduction": DISTILLED}, "config.teacher: empty, but 'dynamicvit' with distill"),
 ])  # fmt: skip
 def test_refused(changes, message):
     with pytest.raises(ConfigError, match=message) as caught:

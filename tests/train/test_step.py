@@ -31,7 +31,7 @@ def tiny_model(**kwargs):
     return models.create({**config, "depth": 3, **kwargs})
 
 
-def make_step(model, mesh, accum_steps=1, freeze=(), group=BATCH, **kwargs):
+def make_step(model, mesh, accum_steps=1, freeze=(), group=BATCH, teacher=None, **kwargs):
     names = list(flatten(models.abstract_params(model)))
     trainable = optimizer.trainable_names(names, freeze)
     schedule = WarmupCosine(1e-2, 1e-6, 1, 10)
@@ -46,6 +46,7 @@ def make_step(model, mesh, accum_steps=1, freeze=(), group=BATCH, **kwargs):
         ema=None,
         seed=0,
         mesh=mesh,
+        teacher=teacher,
     )
 
 
@@ -134,7 +135,7 @@ def test_six_steps_of_the_released_code(name):
     @jax.jit
     def one(params, opt_state, count, images, targets):
         batch = {"image": images, "targets": targets, "id": jnp.arange(len(images))}
-        grads, metrics = step.gradients(params, {}, batch, count)
+        grads, metrics = step.gradients(params, {}, None, batch, count)
         updates, opt_state = made.update(grads, opt_state, params)
         params = jax.tree.map(jnp.add, params, updates)
         return params, opt_state, metrics, norm_of(grads)
@@ -248,3 +249,51 @@ def test_frozen_backbone_stays_and_costs_no_backward_pass(whole):
         assert (value != before[name]).any() == name.startswith("reducer_"), name
     full = whole[2]
     assert text.count(" dot(") < 0.6 * full.count(" dot(")
+
+
+def distilled(**kwargs):
+    reduction = {"name": "sit", "rate": 3, "fusion": "none", "options": {"distill": True}}
+    model = tiny_model(reduction=reduction, drop_path=0.2)
+    return make_step(model, teacher=models.unpruned(model), **kwargs)
+
+
+def test_teacher_teaches_and_stays():
+    """Cut over devices or not: the same losses, no gradient into it, and it comes out as it was."""
+    found = {}
+    for shape in ((1, 1), (2, 4)):
+        step = distilled(mesh=mesh_of(*shape))
+        params = models.init(step.model, jax.random.key(5))
+        taught = models.init(step.teacher, jax.random.key(6))
+        state = optimizer.create_state(params, step.optimizer, step.trainable, False, taught)
+        shardings = sharding.state_shardings(state, step.mesh)
+        place = flatten(shardings.teacher)["block_0/mlp/fc1/kernel"]
+        assert (place.spec == jax.P()) == (shape == (1, 1))
+        before = jax.device_get(flatten(taught))
+        batch = sharding.place(make_batch(step.model), step.mesh)
+        state, metrics = jit_train(step, shardings)(jax.device_put(state, shardings), batch)
+        found[shape] = jax.device_get(metrics)
+        for name, leaf in flatten(state.teacher).items():
+            np.testing.assert_array_equal(leaf, before[name])
+        moments = state.opt_state[1 if len(state.opt_state) > 4 else 0]
+        assert moments.mu.keys() == flatten(params).keys()
+    one, other = found.values()
+    assert one["distill_logits"] > 0 and one["distill_tokens"] > 0
+    for name, value in one.items():
+        np.testing.assert_allclose(other[name], value, rtol=1e-3, err_msg=name)
+    parts = one["main_loss"] + one["distill_logits"] + one["distill_tokens"]
+    np.testing.assert_allclose(one["loss"], parts, rtol=1e-5)
+
+
+def test_no_gradient_reaches_the_teacher():
+    step = distilled(mesh=mesh_of(1, 1))
+    model = step.model
+    params = models.init(model, jax.random.key(5))
+    chosen, frozen = optimizer.split(params, step.trainable)
+    batch = make_batch(model, 2)
+    batch["targets"] = np.full((2, model.num_classes), 1 / model.num_classes, np.float32)
+    loss = jax.jit(jax.grad(step.loss, argnums=(0, 2), has_aux=True))
+    theirs = models.init(step.teacher, jax.random.key(6))
+    (student, taught), _ = loss(chosen, frozen, theirs, batch, 0)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(taught))
+    assert np.any(student["reducer_0/reverse/block_0/fc1/kernel"])
+    assert np.any(student["block_0/mlp/fc1/kernel"])
