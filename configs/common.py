@@ -14,6 +14,7 @@ from cropr_jax.errors import ConfigError
 from cropr_jax.reducers.registry import REDUCERS
 
 REDUCTIONS = ("none", *REDUCERS)
+TRAIN = ("all", "routers")
 SCHEDULES = ("per_block", "three_stage", "aggressive")
 FUSIONS = ("llf", "none")
 
@@ -76,10 +77,13 @@ SHARED = {
     "reduction": "cropr",
     "schedule": "per_block",
     "r": -1,  # negative: the recipe's own
-    "fusion": "",  # empty: LLF, but none with schedule=aggressive or where the method refuses it
+    # Empty: LLF, but none with schedule=aggressive, where the method refuses it, or where the last
+    # block is frozen (train=routers), which has never met tokens of earlier blocks.
+    "fusion": "",
     "res": 0,  # 0: the recipe's own
     "seed": 0,
     "distill": False,
+    "train": "all",  # or the routers of a given model only: --config.init
     "runlocal": False,
 }
 
@@ -115,6 +119,7 @@ def parse_arg(arg: str | None, variants: Sequence[str] = (), **defaults: Any) ->
         ("reduction", REDUCTIONS),
         ("schedule", SCHEDULES),
         ("fusion", (*FUSIONS, "")),
+        ("train", TRAIN),
     ):
         if parsed[key] not in options:
             raise ConfigError(f"--config {key}: found {parsed[key]!r}, expected one of {options}")
@@ -126,7 +131,7 @@ def parse_arg(arg: str | None, variants: Sequence[str] = (), **defaults: Any) ->
     if not parsed.fusion:
         method = REDUCERS.get(parsed.reduction)
         refuses = parsed.schedule == "aggressive" or (method and method().refuses_fusion)
-        parsed.fusion = "none" if refuses else "llf"
+        parsed.fusion = "none" if refuses or parsed.train == "routers" else "llf"
     return parsed
 
 
@@ -159,6 +164,9 @@ def base(arg: Mapping[str, Any]) -> ConfigDict:
     # How they get to another grid and patch: 'timm' (as None) or 'torch', MAE's and EVA's own way.
     config.init_resampling = config_dict.placeholder(str)
     config.teacher = config_dict.placeholder(str)  # weights of the model that `distill` learns from
+    config.train = config_dict.placeholder(str)  # 'all' (as None) or 'routers'
+    # Of routers: 'labels' (as None), or 'model', what the frozen model predicts unpruned.
+    config.targets = config_dict.placeholder(str)
     config.distributed = False  # call jax.distributed.initialize()
 
     config.data = ConfigDict(
@@ -271,6 +279,16 @@ def run_locally(config: ConfigDict, schedule: str) -> ConfigDict:
     return config
 
 
+def finish(config: ConfigDict, arg: Mapping[str, Any]) -> ConfigDict:
+    """The last words of every recipe: what `train=routers` and `runlocal` change in it."""
+    if arg["train"] == "routers":
+        config.train = "routers"
+        config.model.update({"drop_path": 0.0, "drop_path_last_block": 0.0})
+        # Reducers have the full rate whatever it is, and nothing else is trained.
+        config.optimizer.layer_decay = 1.0
+    return run_locally(config, arg["schedule"]) if arg["runlocal"] else config
+
+
 def pick(key: str, name: str, options: Mapping[str, Any]) -> Any:
     """The option called `name`.
 
@@ -329,4 +347,4 @@ def fine_tuning(
             "reduction": reduction(arg, rate, (res // spec.patch) ** 2),
         }
     )
-    return run_locally(config, arg.schedule) if arg.runlocal else config
+    return finish(config, arg)

@@ -51,4 +51,4 @@ def get_config(arg: str | None = None) -> ConfigDict:
             "reduction": common.reduction(arg, RATE, res * res),
         }
     )
-    return common.run_locally(config, arg.schedule) if arg.runlocal else config
+    return common.finish(config, arg)

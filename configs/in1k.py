@@ -42,6 +42,8 @@ from ml_collections import ConfigDict
 from configs import common
 from cropr_jax.models import VARIANTS, eva02
 
+ROUTER_EPOCHS = 5.0
+
 # variant: (R at 224, epochs, layer-wise decay, drop path, micro-batches pruned, unpruned)
 MAE = {
     "vit_ti": (16, 100.0, 0.65, 0.1, 1, 1),
@@ -113,7 +115,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
         eva02_recipe(config, arg)
     else:
         mae_recipe(config, arg)
-    return common.run_locally(config, arg.schedule) if arg.runlocal else config
+    if arg.train == "routers":  # not measured: they learn fast, and each epoch is a forward pass
+        config.total_epochs = ROUTER_EPOCHS
+        config.optimizer.warmup_epochs = ROUTER_EPOCHS / 10
+    return common.finish(config, arg)
 
 
 def mae_recipe(config: ConfigDict, arg: Any) -> None:

@@ -198,6 +198,7 @@ class Cropr(Pruner):
     selector: str = "topk"
     sample_in_eval: bool = False
 
+    trains_alone: ClassVar[bool] = True
     salience: ClassVar[float] = 1.0
 
     @property

@@ -184,6 +184,21 @@ def test_distillation_is_one_word(reduction):
         get_config("cifar10", "distill")
 
 
+@pytest.mark.parametrize("name", ["digits", "in1k", "in1k:eva02_l", "cifar10", "image_folder"])
+def test_routers_only(name):
+    """Nothing of the backbone is disturbed, and one word changes only what it must."""
+    name, _, variant = name.partition(":")
+    config = get_config(name, f"{variant},train=routers")
+    check_names(plain(config))
+    model = plain(config)["model"]
+    made = models.create(model | {"num_classes": model["num_classes"] or 10})
+    assert not any(made.drop_rates()) and made.fusion == "none"
+    assert config.train == "routers" and config.optimizer.layer_decay == 1
+    assert config.optimizer.warmup_epochs < config.total_epochs
+    assert get_config(name, f"{variant},train=routers,fusion=llf").model.reduction.fusion == "llf"
+    assert get_config(name, f"{variant},train=all").train is None
+
+
 def test_mistakes_name_what_is_known():
     for arg, message in {
         "vit_x": "variant: found 'vit_x'",

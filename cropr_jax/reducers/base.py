@@ -90,6 +90,8 @@ class Reducer(nn.Module):
       hook: 'after' the block, or 'middle', between its attention and its MLP.
       keeps_positions: false if the tokens that leave stand for no place in the image; such a method
         works with neither rotary embeddings nor Last Layer Fusion.
+      trains_alone: whether losses of its own teach its sites, so that a frozen model can be given
+        them.
       draws: whether it draws at random outside training.
       untrained: options with which it has nothing to train, if by default it has.
     """
@@ -101,6 +103,7 @@ class Reducer(nn.Module):
 
     hook: ClassVar[str] = "after"
     keeps_positions: ClassVar[bool] = True
+    trains_alone: ClassVar[bool] = False
     draws: ClassVar[bool] = False
     untrained: ClassVar[Mapping[str, Any]] = {}
     # Parameters whose shape holds the number of outputs k, and on which axis: weights that are
@@ -109,7 +112,7 @@ class Reducer(nn.Module):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of `cropr_jax.layers.NEEDS` that the block or the model computes for the site."""
+        """Names of `cropr_jax.attention.NEEDS` that block or model compute for the site."""
         return frozenset()
 
     @property

@@ -68,10 +68,10 @@ class DynamicViT(Pruner):
     """Prunes what its predictor gives the lowest probability of being kept, after the block.
 
     In training no token is removed: decisions are drawn, and what was dropped is hidden from all
-    other tokens in later attention (`layers.attend_masked`) and in pooling, so that the gradient of
-    the main loss tells what a dropped token would have been worth. A dropped token stays dropped.
-    The share that is kept is pulled to the schedule's by the ratio loss. In inference a fixed
-    number is removed, the same for every image.
+    other tokens in later attention (`attention.attend_masked`) and in pooling, so that the gradient
+    of the main loss tells what a dropped token would have been worth. A dropped token stays
+    dropped. The share that is kept is pulled to the schedule's by the ratio loss. In inference a
+    fixed number is removed, the same for every image.
 
     Source: Rao et al., "DynamicViT: Efficient Vision Transformers with Dynamic Token
     Sparsification", NeurIPS 2021; raoyongming/DynamicViT: models/dyvit.py, losses.py.

@@ -55,6 +55,11 @@ def losses(
     return main + total, metrics
 
 
+def predicted_targets(logits: Float[Array, "b c"]) -> Float[Array, "b c"]:
+    """Targets that stand for the labels: what a model predicts, as probabilities in float32."""
+    return jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+
+
 def rank_of_label(logits: Float[Array, "b c"], labels: Int[Array, "b"]) -> Int[Array, "b"]:
     """Classes that come before the label: 0 where it is the prediction.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from cropr_jax import models
 from cropr_jax.convert.load import Loaded, load
@@ -79,13 +81,47 @@ def teacher_params(
         alone: a fresh one teaches nothing.
     """
     loaded = _read("config.teacher", path, teacher, resampling)
-    for name, why in loaded.plan.fresh.items():
-        raise ConfigError(
-            f"config.teacher: '{path}' has no '{name}' that fits ({why}); a teacher must be "
-            f"trained for these {teacher.num_classes} classes and pool {teacher.pool!r}: give one "
-            "that was fine-tuned with reduction=none"
-        )
+    _check_whole("config.teacher", path, loaded, teacher)
     return unflatten(loaded.params), loaded.notes()
+
+
+def router_params(
+    path: str, model: ViT, key: jax.Array, resampling: str = "timm"
+) -> tuple[dict[str, Any], list[str]]:
+    """Parameters for the first step of training the routers of a model that is there.
+
+    Auxiliary heads that the file has not start as copies of the model's own norm and head.
+
+    Args:
+      path, model, key, resampling: as for `initial_params`.
+
+    Raises:
+      ConfigError: if they cannot be read or are of another model; or lack more than reducers. That
+        goes for training on labels too: they would teach the routers, but the head that the model
+        ends with would stay as it was drawn.
+    """
+    loaded = _read("config.init", path, model, resampling)
+    _check_whole("config.init", path, loaded, model)
+    fresh = fresh_params(model, key, loaded.plan.fresh)
+    sources = {"norm": "norm" if model.pool == "cls" else "fc_norm", "linear": "head"}
+    copied = {
+        name: jnp.asarray(loaded.params[f"{sources[found[1]]}/{found[2]}"])
+        for name in fresh
+        if (found := re.fullmatch(r"reducer_\d+/auxiliary_head/(norm|linear)/(\w+)", name))
+    }
+    notes = loaded.notes() + (["auxiliary heads: copies of norm and head"] if copied else [])
+    return unflatten({**fresh, **copied, **loaded.params}), notes
+
+
+def _check_whole(field: str, path: str, loaded: Loaded, model: ViT) -> None:
+    """Refuses a file that lacks anything but reducers, of a model that is to stay as it is."""
+    for name, why in loaded.plan.fresh.items():
+        if not name.startswith("reducer_"):
+            raise ConfigError(
+                f"{field}: '{path}' has no '{name}' that fits ({why}), and none is trained here: "
+                f"give a model that was trained for these {model.num_classes} classes with pool "
+                f"{model.pool!r}"
+            )
 
 
 def _read(field: str, path: str, model: ViT, resampling: str) -> Loaded:

@@ -30,7 +30,7 @@ from cropr_jax.explain import explain
 from cropr_jax.inference import Predictor
 from cropr_jax.reducers import Pruner
 from cropr_jax.reducers.registry import REDUCERS
-from cropr_jax.train import checkpoints, initial, optimizer, recipe, sharding
+from cropr_jax.train import checkpoints, initial, optimizer, recipe, routers, sharding
 from cropr_jax.train.checkpoints import Checkpoints
 from cropr_jax.train.logging import Logger, say, table
 from cropr_jax.train.optimizer import TrainState
@@ -119,7 +119,9 @@ class Run:
     def __init__(self, resolved: Recipe):
         self.recipe = resolved
         self.step: Step = resolved.step()
-        teacher = None if resolved.teacher is None else models.abstract_params(resolved.teacher)
+        teacher = None
+        if resolved.teacher is not None and resolved.config.get("teacher"):
+            teacher = models.abstract_params(resolved.teacher)
         shapes = jax.eval_shape(self._state, models.abstract_params(resolved.model), teacher)
         self.shardings = sharding.state_shardings(shapes, resolved.mesh)
         self.abstract: TrainState = checkpoints.abstract(shapes, self.shardings)
@@ -140,14 +142,14 @@ class Run:
         config, model = self.recipe.config, self.recipe.model
         rule = config.get("init_resampling") or "timm"
         teacher = None
-        if self.recipe.teacher is not None:
-            path = config["teacher"]
+        if self.recipe.teacher is not None and (path := config.get("teacher")):
             teacher, notes = initial.teacher_params(path, self.recipe.teacher, rule)
             say("; ".join([f"Learns from {path}", *notes]))
         path = config.get("init") or ""
         if not path:
             return jax.jit(self._fresh, out_shardings=self.shardings)(teacher)
-        params, notes = initial.initial_params(path, model, self.step.key(INIT_KEY), rule)
+        read = initial.router_params if routers.only(config) else initial.initial_params
+        params, notes = read(path, model, self.step.key(INIT_KEY), rule)
         say("; ".join([f"Starts from {path}", *notes]))
         return jax.jit(self._state, out_shardings=self.shardings)(params, teacher)
 

@@ -24,7 +24,7 @@ from cropr_jax.data import pipeline
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
 from cropr_jax.reducers.registry import REDUCERS
-from cropr_jax.train import logging, optimizer, schedules, sharding
+from cropr_jax.train import logging, optimizer, routers, schedules, sharding
 from cropr_jax.train.mixup import MixupConfig
 from cropr_jax.train.step import Step
 
@@ -48,7 +48,16 @@ FIELDS: dict[str, tuple[set[str], set[str]]] = {
             "mesh",
             "model",
         },
-        {"total_steps", "accum_steps", "init", "init_resampling", "teacher", "distributed"},
+        {
+            "total_steps",
+            "accum_steps",
+            "init",
+            "init_resampling",
+            "teacher",
+            "train",
+            "targets",
+            "distributed",
+        },
     ),
     "data": (
         {"source", "train", "eval", "workers"},
@@ -156,7 +165,8 @@ class Recipe:
     Attributes:
       config: plain nested dictionaries.
       model: training form.
-      teacher: what the method learns from beside the labels, None for nothing.
+      teacher: unpruned model that is learnt from, None for none. Its parameters are
+        `config.teacher`'s or, without that, those of the frozen model itself.
       task: module of `cropr_jax.tasks`.
       mesh: devices.
       schedule: learning rate by step.
@@ -201,6 +211,7 @@ class Recipe:
             seed=self.config["seed"],
             mesh=self.mesh,
             teacher=self.teacher,
+            from_model=routers.from_model(self.config),
         )
 
 
@@ -259,7 +270,7 @@ def _check_data(config: Mapping[str, Any], model: ViT) -> tuple[int, dict[str, i
 
 
 def make_teacher(config: Mapping[str, Any], model: ViT) -> ViT | None:
-    """The unpruned model that the method needs in training, None if it needs none.
+    """The unpruned model that is learnt from, None if nothing is.
 
     Raises:
       ConfigError: if `config.teacher` is missing, or nothing would use it.
@@ -277,7 +288,7 @@ def make_teacher(config: Mapping[str, Any], model: ViT) -> ViT | None:
             f"config.teacher: '{path}', but {model.reduction!r} as it is set learns from no "
             "teacher: leave it empty, or use dynamicvit or sit with distill"
         )
-    return models.unpruned(model) if needed else None
+    return models.unpruned(model) if needed or routers.from_model(config) else None
 
 
 def total_steps(config: Mapping[str, Any], steps_per_epoch: int) -> tuple[int, int]:
@@ -318,6 +329,7 @@ def resolve(config: Any) -> Recipe:
     if not values["model"]["num_classes"]:  # those of the data
         values["model"]["num_classes"] = len(pipeline.class_names(values))
     model = models.create(values["model"])
+    routers.check(values, model)
     teacher = make_teacher(values, model)
     examples, eval_examples = _check_data(values, model)
 
@@ -331,7 +343,7 @@ def resolve(config: Any) -> Recipe:
     )
     schedule = schedules.WarmupCosine(peak, settings["min_lr"], warmup, total)
     names = list(optimizer.flatten(models.abstract_params(model)))
-    trainable = optimizer.trainable_names(names, settings.get("freeze", ()))
+    trainable = optimizer.trainable_names(names, routers.freeze(values))
     made = optimizer.adamw(
         trainable,
         model.depth,
@@ -394,10 +406,15 @@ def _reduction(values: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _losses(model: ViT) -> str:
+def _losses(recipe: Recipe) -> str:
     """All losses in words."""
-    words = "" if model.reduction == "none" else model.make_reducer().describe_losses
-    return ", ".join(filter(None, ["cross-entropy", words]))
+    model = recipe.model
+    words = ["" if model.reduction == "none" else model.make_reducer().describe_losses]
+    if routers.only(recipe.config):
+        words += ["only the routers are trained"]
+    if routers.from_model(recipe.config):
+        words += ["targets are the predictions of the frozen model, unpruned"]
+    return ", ".join(filter(None, ["cross-entropy", *words]))
 
 
 def card(recipe: Recipe) -> str:
@@ -420,7 +437,7 @@ def card(recipe: Recipe) -> str:
             f"{config['model'].get('dtype', 'float32')}",
         ),
         ("reduction", _reduction(config["model"]["reduction"])),
-        ("losses", _losses(model)),
+        ("losses", _losses(recipe)),
         (
             "tokens",
             f"{height * width + model.prefix} -> " + (" ".join(map(str, found["tokens"])) or "all"),

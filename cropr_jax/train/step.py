@@ -46,6 +46,7 @@ class Step:
       seed: of the run.
       mesh: devices.
       teacher: frozen, unpruned model whose outputs the method learns from; None for no such model.
+      from_model: whether its predictions are the targets, instead of the labels.
     """
 
     model: ViT
@@ -59,6 +60,7 @@ class Step:
     seed: int
     mesh: Mesh
     teacher: ViT | None = None
+    from_model: bool = False
 
     def key(self, purpose: int) -> jax.Array:
         """Key of the run for one purpose."""
@@ -67,22 +69,35 @@ class Step:
     def loss(self, chosen: Flat, frozen: Flat, teacher: Any, batch: Batch, step: jax.Array):
         """Loss of a micro-batch `{image, targets, id}` and its parts."""
         # Not differentiating the frozen ones keeps the whole backward pass below them out.
-        params = optimizer.merge(gather(chosen, self.mesh), gather(frozen, self.mesh))
+        frozen = gather(frozen, self.mesh)
+        params = optimizer.merge(gather(chosen, self.mesh), frozen)
         keys = rng.example_keys(self.key(MODEL_KEY), step, batch["id"])
         logits, out = self.model.apply({"params": params}, batch["image"], train=True, keys=keys)
-        criterion = functools.partial(self.task.criterion, targets=batch["targets"])
+        targets, distilled = batch["targets"], {}
+        if self.teacher is not None:
+            taught = self.teach(self.teacher, teacher, frozen, batch["image"])
+            distilled = self.model.distillation_losses((logits, out), taught)
+            targets = self.task.predicted_targets(taught[0]) if self.from_model else targets
+        criterion = functools.partial(self.task.criterion, targets=targets)
         extra = self.model.reducer_losses(out, criterion)
-        total, parts = self.task.losses(logits, extra, batch["targets"])
-        distilled = self.distill(teacher, batch["image"], (logits, out))
+        total, parts = self.task.losses(logits, extra, targets)
         return total + sum(distilled.values()), parts | distilled
 
-    def distill(self, teacher: Any, images: jax.Array, student: Prediction) -> Metrics:
-        """Losses between what the model returned for the images and what its teacher does."""
-        if self.teacher is None:
-            return {}
-        # Nothing is drawn: the teacher is as it would be in evaluation.
-        taught = self.teacher.apply({"params": gather(teacher, self.mesh)}, images, train=False)
-        return self.model.distillation_losses(student, jax.lax.stop_gradient(taught))
+    def teach(self, model: ViT, params: Any, frozen: Flat, images: jax.Array) -> Prediction:
+        """What the teacher returns for images; nothing is drawn, as in evaluation.
+
+        Args:
+          model: the teacher.
+          params: of its own, or None: then it is the frozen backbone of the model that is trained.
+          frozen: flat frozen parameters of that model, gathered.
+          images: normalised.
+        """
+        if params is None:
+            whole = {k: leaf for k, leaf in frozen.items() if not k.startswith("reducer_")}
+            params = optimizer.unflatten(whole)
+        else:
+            params = gather(params, self.mesh)
+        return jax.lax.stop_gradient(model.apply({"params": params}, images, train=False))
 
     def gradients(
         self, chosen: Flat, frozen: Flat, teacher: Any, batch: Batch, step: jax.Array

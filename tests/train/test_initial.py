@@ -106,13 +106,43 @@ def test_teacher_is_whole_or_refused(run):
     assert flatten(got).keys() == flatten(models.abstract_params(teacher)).keys()
     np.testing.assert_array_equal(got["head"]["kernel"], stored["head/kernel"])
     for fields, lacking in (({"num_classes": 6}, "head/bias"), ({"pool": "cls"}, "norm/bias")):
-        message = f"config.teacher: .* has no '{lacking}' that fits .*; a teacher must be trained"
+        message = (
+            f"config.teacher: .* has no '{lacking}' that fits .* give a model that was trained"
+        )
         with pytest.raises(ConfigError, match=message):
             initial.teacher_params(path, models.unpruned(tiny(**fields)))
     with pytest.raises(ConfigError, match="config.teacher: .* missing in the file: block_3/attn/"):
         initial.teacher_params(path, models.unpruned(tiny(depth=4)))
     with pytest.raises(ConfigError, match="config.teacher: 'nowhere' does not exist"):
         initial.check_path("nowhere", "config.teacher")
+
+
+def test_routers_start_from_the_norm_and_head_of_the_model(run, tmp_path):
+    _, stored = run
+    path = str(tmp_path / "whole.npz")
+    np.savez(path, **{k: leaf for k, leaf in stored.items() if not k.startswith("reducer_")})
+    got, notes = initial.router_params(path, tiny(), jax.random.key(0))
+    assert notes == [
+        "fresh: reducer_* (not in the file)",
+        "auxiliary heads: copies of norm and head",
+    ]
+    head = got["reducer_0"]["auxiliary_head"]
+    np.testing.assert_array_equal(head["norm"]["scale"], stored["fc_norm/scale"])
+    for part in ("kernel", "bias"):
+        np.testing.assert_array_equal(head["linear"][part], stored[f"head/{part}"])
+    drawn = models.init(tiny(), jax.random.key(0))
+    for module in ("scorer", "aggregator"):
+        assert jax.tree.all(
+            jax.tree.map(np.array_equal, got["reducer_0"][module], drawn["reducer_0"][module])
+        )
+    # Routers that are there already go on.
+    again, notes = initial.router_params(run[0], tiny(), jax.random.key(0))
+    assert notes == []
+    kernel = again["reducer_0"]["auxiliary_head"]["linear"]["kernel"]
+    np.testing.assert_array_equal(kernel, stored["reducer_0/auxiliary_head/linear/kernel"])
+    for fields, lacking in (({"num_classes": 6}, "head/bias"), ({"pool": "cls"}, "norm/bias")):
+        with pytest.raises(ConfigError, match=f"config.init: .* has no '{lacking}' that fits"):
+            initial.router_params(path, tiny(**fields), jax.random.key(0))
 
 
 def test_what_is_no_file(tmp_path):

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tiny_config
 
+import cropr_jax
 from cropr_jax import models
-from cropr_jax.errors import ConfigError
 from cropr_jax.train import checkpoints, loop, recipe
 from cropr_jax.train.logging import drop_records_after
 from cropr_jax.train.optimizer import flatten
@@ -241,7 +241,7 @@ def test_loss_that_is_not_finite_ends_the_run():
 
 
 def test_a_run_keeps_its_teacher(tmp_path):
-    """What is restored is bit by bit what was read, wherever the file has gone since."""
+    """What is restored is bit by bit what was read, without reading it again."""
     config = tiny_config.get_config("reduction=dynamicvit")
     with config.unlocked():
         config.model.reduction.update({"fusion": "none", "options": {"distill": True}})
@@ -261,5 +261,28 @@ def test_a_run_keeps_its_teacher(tmp_path):
         params = run.restore_params(saved.path(1))
     assert_same_state(flatten(again.teacher), taught)
     assert_same_state(flatten(params), flatten(state.params))
-    with pytest.raises(ConfigError, match="config.teacher: .*whole.npz' does not exist"):
-        loop._prepare(config)
+
+
+def test_routers_after_the_fact_are_a_run_like_any(tmp_path):
+    """Read from a model without them; what is saved gives the slim predictor."""
+    config = tiny_config.get_config()
+    with config.unlocked():
+        config.model.update({"drop_path": 0.0})
+        config.model.reduction.fusion = "none"
+        config.update({"train": "routers", "targets": "model", "init": str(tmp_path / "w.npz")})
+    resolved = recipe.resolve(config)
+    whole = flatten(models.init(resolved.teacher, jax.random.key(3)))
+    np.savez(config.init, **whole)
+    run = loop.Run(resolved)
+    state = run.initial_state()
+    assert state.teacher is None
+    loop._claim(tmp_path, resolved)
+    with loop.Checkpoints(tmp_path, resolved.task.BEST) as saved:
+        saved.save(1, state)
+    predictor = cropr_jax.load(tmp_path)
+    found = flatten(predictor.params)
+    queries = flatten(state.params)["reducer_0/scorer/queries"]
+    np.testing.assert_allclose(found.pop("reducer_0/scorer/query"), queries.sum(0), rtol=1e-6)
+    assert {name.split("/")[0] for name in found.keys() - whole.keys()} == {"reducer_1"}
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(found[name], leaf)

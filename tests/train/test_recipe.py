@@ -11,6 +11,7 @@ from cropr_jax.train import recipe
 
 
 def config_with(**changes):
+    """The tiny config with `section__field` set."""
     config = tiny_config.get_config()
     with config.unlocked():
         for name, value in changes.items():
@@ -71,6 +72,23 @@ def test_teacher():
     assert re.search(r"losses +cross-entropy, 2 x ratio\n", recipe.card(plain))
 
 
+ROUTERS = {"train": "routers", "init": "runs/whole", "model__drop_path": 0.0}
+
+
+@pytest.mark.parametrize("targets", [None, "labels", "model"])
+def test_routers_alone(targets):
+    resolved = recipe.resolve(config_with(**ROUTERS, targets=targets))
+    assert all(name.startswith("reducer_") for name in resolved.trainable)
+    step = resolved.step()
+    assert step.from_model == (resolved.teacher is not None) == (targets == "model")
+    # Layer-wise decay, 0.75 here, must not make the first routers crawl.
+    names, depth = resolved.trainable, resolved.model.depth
+    assert set(recipe.optimizer.layer_multipliers(names, depth, 0.75).values()) == {1.0}
+    card = recipe.card(resolved)
+    assert "auxiliary cross-entropy of each site, only the routers are trained" in card
+    assert ("targets are the predictions of the frozen model" in card) == step.from_model
+
+
 def test_total_steps_scale_the_warmup():
     resolved = recipe.resolve(config_with(total_steps=4))
     assert (resolved.total_steps, resolved.schedule.warmup_steps) == (4, 1)
@@ -103,6 +121,14 @@ def test_config_is_plain_json():
     ({"preprocess__res": (16, 16)}, "config.preprocess.res: .*config.model.image_size"),
     ({"data__source": "tdfs"}, "config.data.source is 'tdfs'"),
     ({"data__eval": {}}, "config.data.eval: empty"),
+    ({"train": "heads"}, "config.train: found 'heads', expected one of 'all', 'routers'"),
+    ({"targets": "images"}, "config.targets: found 'images'"),
+    ({"targets": "model"}, "config.targets: .* train='all' freezes none"),
+    (ROUTERS | {"init": ""}, "config.init: empty, but train='routers'"),
+    (ROUTERS | {"model__drop_path": 0.1}, r"config.model.drop_path: 0.1, last block 0.0"),
+    (ROUTERS | {"model__reduction": {"name": "none"}}, "config.train: .* 'none' has no sites"),
+    (ROUTERS | {"model__reduction__name": "random"}, "'random' has nothing to train"),
+    (ROUTERS | {"model__reduction": DISTILLED}, "'dynamicvit' learns from what later blocks"),
     ({"teacher": "runs/whole"}, "config.teacher: 'runs/whole', but 'cropr' .* learns from no"),
     ({"model__reduction": DISTILLED}, "config.teacher: empty, but 'dynamicvit' with distill"),
 ])  # fmt: skip

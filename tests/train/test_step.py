@@ -1,5 +1,6 @@
 """The step: parity with the released code, accumulation, sharding, collectives, stop-gradient."""
 
+import dataclasses
 import re
 
 import jax
@@ -12,10 +13,10 @@ from jax.sharding import Mesh
 
 from cropr_jax import models, rng, tasks
 from cropr_jax.convert.timm import params_from_state_dict
-from cropr_jax.train import mixup, optimizer, sharding
+from cropr_jax.train import mixup, optimizer, routers, sharding
 from cropr_jax.train.optimizer import flatten
 from cropr_jax.train.schedules import WarmupCosine
-from cropr_jax.train.step import Step, jit_train
+from cropr_jax.train.step import MODEL_KEY, Step, jit_train
 
 POOLS = {"avg": "mean_all", "token": "cls"}
 BATCH = 16
@@ -239,16 +240,59 @@ def test_auxiliary_losses_do_not_reach_the_backbone():
         assert np.asarray(grads[own + "scorer/queries"]).any()
 
 
-def test_frozen_backbone_stays_and_costs_no_backward_pass(whole):
-    model = tiny_model(drop_path=0.2)
-    freeze = (r"(?!reducer_).*",)
-    step = make_step(model, mesh_of(1, 1), freeze=freeze)
-    before = flatten(jax.device_get(start(step).params))
-    after, _, text = run(step)
+def router_step(from_model=False):
+    reduction = {"name": "cropr", "rate": 3, "fusion": "none"}
+    model = tiny_model(depth=4, drop_path=0.0, reduction=reduction)
+    teacher = models.unpruned(model) if from_model else None
+    step = make_step(model, mesh_of(1, 1), freeze=(routers.BACKBONE,), teacher=teacher)
+    unmixed = mixup.MixupConfig(mixup=0.0, cutmix=0.0, label_smoothing=0.0, group=BATCH)
+    return dataclasses.replace(step, from_model=from_model, mixing=unmixed)
+
+
+@pytest.mark.parametrize("from_model", [False, True])
+def test_routers_leave_the_backbone_bit_by_bit(from_model):
+    """And take their targets from the labels or from the model itself, whose parameters are held
+    once."""
+    step = router_step(from_model)
+    state = start(step)
+    before = flatten(jax.device_get(state.params))
+    after, metrics, _ = run(step, steps=1)
     for name, value in flatten(after.params).items():
         assert (value != before[name]).any() == name.startswith("reducer_"), name
-    full = whole[2]
-    assert text.count(" dot(") < 0.6 * full.count(" dot(")
+    assert after.teacher is None
+    batch = jax.tree.map(jnp.asarray, make_batch(step.model))
+
+    @jax.jit
+    def expected(params):
+        keys = rng.example_keys(step.key(MODEL_KEY), 0, batch["id"])
+        _, out = step.model.apply({"params": params}, batch["image"], train=True, keys=keys)
+        targets = jax.nn.one_hot(batch["label"], step.model.num_classes)
+        if from_model:
+            whole = {k: v for k, v in params.items() if not k.startswith("reducer_")}
+            unpruned = models.unpruned(step.model)
+            targets = jax.nn.softmax(unpruned.apply({"params": whole}, batch["image"])[0])
+        each = [(targets * jax.nn.log_softmax(x[:, 0])).sum(-1) for x in out["auxiliary"]]
+        return -jnp.stack(each).mean()
+
+    np.testing.assert_allclose(metrics["auxiliary_loss"], expected(state.params), rtol=1e-4)
+
+
+def test_routers_cost_no_backward_pass():
+    """By FLOPs: a step of all parameters is three passes, one of the routers a single one.
+
+    The unpruned model adds one more, forward only, of more tokens.
+    """
+
+    def flops(step):
+        state = jax.eval_shape(lambda: start(step))
+        batch = make_batch(step.model)
+        lowered = jit_train(step, sharding.state_shardings(state, step.mesh)).lower(state, batch)
+        return lowered.cost_analysis()["flops"]
+
+    alone, taught = router_step(), router_step(True)
+    full = flops(make_step(alone.model, alone.mesh))
+    assert flops(alone) < 0.4 * full
+    assert flops(taught) < 0.9 * full
 
 
 def distilled(**kwargs):
