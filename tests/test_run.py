@@ -1,5 +1,9 @@
 """The command line of run.py: mistakes end in one line, before anything slow."""
 
+import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,3 +40,53 @@ def test_mistakes(words, message, capsys, monkeypatch):
 def test_default_workdir():
     assert run.default_workdir("configs/digits.py") == "runs/digits"
     assert run.default_workdir("configs/in1k.py:vit_l,res=336") == "runs/in1k-vit_l-res=336"
+
+
+# run.py, asked to stop in its first step.
+STOPPED = """
+import os, runpy, signal, sys
+from cropr_jax.train import loop
+
+seen = loop.Preemption.at
+
+def at(self, step):
+    if step == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return seen(self, step)
+
+loop.Preemption.at = at
+sys.argv[0] = "run.py"
+runpy.run_path("run.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_eva02_trains_resumes_and_evaluates(tmp_path):
+    """The recipe of EVA-02-L but for what makes it large: data, depth, batch and images."""
+    config = f"--config={ROOT / 'configs' / 'in1k.py'}:eva02_l,runlocal,res=56,r=2"
+    workdir = tmp_path / "run"
+    words = [config, f"--workdir={workdir}", f"--cache_dir={tmp_path / 'cache'}"]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+
+    def start(*command):
+        done = subprocess.run(
+            [sys.executable, *command, *words], cwd=ROOT, env=environment, capture_output=True,
+            text=True, timeout=600, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    try:
+        assert "SIGTERM: saved step 1 of 2" in start("-c", STOPPED)
+        assert not (workdir / "result.json").exists()
+        assert "Resumes after step 1" in start("run.py")
+        result = json.loads((workdir / "result.json").read_text())
+        assert result["best"]["step"] == 2 and result["metrics"]["test"]["examples"] == 24
+        # 16 patches and CLS; three go after the first block, two after the second, all come back.
+        assert result["config"]["model"]["name"] == "eva02" and result["tokens"] == [14, 12]
+        start("run.py", "--mode=eval")
+        again = json.loads((workdir / "eval.json").read_text())
+        assert {"step": again["step"], **again["metrics"]["test"]} == result["best"]
+    finally:
+        shutil.rmtree(workdir, ignore_errors=True)  # gigabytes
