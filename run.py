@@ -52,10 +52,13 @@ def parse(argv: list[str]) -> list[str]:
         fail(config_file.reason(error))
 
 
-def set_up(cache_dir: str) -> None:
-    """What must be set before the first array: where compiled programs are kept."""
+def set_up(cache_dir: str, cpu_devices: int | None) -> None:
+    """What must be set before the first array: devices, and where compiled programs are kept."""
     import jax
 
+    from cropr_jax.train import sharding
+
+    sharding.split_cpu(cpu_devices)
     # Orbax reports each save in a dozen lines, JAX every backend that it did not find.
     logging.set_verbosity(logging.WARNING)
     if cache_dir and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -70,7 +73,7 @@ def main(argv: list[str]) -> None:
     try:
         if len(argv) > 1:
             raise ConfigError(f"unknown argument '{argv[1]}': options start with --")
-        set_up(FLAGS.cache_dir)
+        set_up(FLAGS.cache_dir, FLAGS.config.get("cpu_devices"))
         from cropr_jax import train
 
         workdir = FLAGS.workdir or default_workdir(FLAGS["config"].config_filename)

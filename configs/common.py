@@ -215,6 +215,7 @@ def base(arg: Mapping[str, Any]) -> ConfigDict:
         }
     )
     config.mesh = ConfigDict({"data": -1, "fsdp": 1})
+    config.cpu_devices = config_dict.placeholder(int)  # None: the CPU is one device
     return config
 
 
@@ -322,6 +323,7 @@ def fine_tuning(
       num_classes: 0 to count them in the data.
     """
     config.total_epochs = 2.0
+    config.cpu_devices = 2
     config.batch_size = 64
     config.eval_batch_size = 100
     config.log_every = 20

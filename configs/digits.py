@@ -5,13 +5,15 @@
 
 The 1,797 digits of scikit-learn, 8 x 8 pixels in 10 classes, every pixel a patch. Of 64 patches 49
 (77 %) are pruned before the last block. Test accuracy is about 96 %, in about three minutes on two
-CPU cores; the recipe was chosen by that accuracy, so it is no held-out figure. The recipe, pooling
-included, is the same for every `reduction`.
+CPU cores; the recipe was chosen on fifths of the training images, held out, which are easier: 98 to
+99 %. It is the same for every `reduction`, pooling included, but that methods which keep no
+positions have no rotary embeddings.
 """
 
 from ml_collections import ConfigDict
 
 from configs import common
+from cropr_jax.reducers.registry import REDUCERS
 
 RATE = 12
 
@@ -19,7 +21,8 @@ RATE = 12
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = common.parse_arg(arg)
     config = common.base(arg)
-    config.total_epochs = 30.0
+    config.total_epochs = 36.0
+    config.cpu_devices = 2
     # Small batches: the few images of the data set must make many steps.
     config.batch_size = 32
     config.eval_batch_size = 360
@@ -32,16 +35,22 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.preprocess.update({"res": (res, res), **common.HALF, "crop_ratio": 1.0})
     # The digits fill their frames, so crops would only move train away from test.
     config.preprocess.train.update({"crop_scale": None, "flip": False})
-    config.mixup.label_smoothing = 0.1
-    config.optimizer.update({"lr": 8e-3, "warmup_epochs": 3.0, "ema": 0.99})
+    # Without mixup so few images are soon learnt by heart.
+    config.mixup.update({"mixup": 0.8, "group": config.batch_size, "label_smoothing": 0.1})
+    config.optimizer.update({"lr": 8e-3, "warmup_epochs": 3.0, "weight_decay": 0.5, "ema": 0.99})
 
+    method = REDUCERS.get(arg.reduction)
+    rope = (16, 16) if method is None or method.keeps_positions else None
     config.model = ConfigDict(
         {
             "name": "vit",
             "width": 64,
             "depth": 6,
-            "heads": 4,
+            "heads": 2,
             "patch": 1,
+            # Rotary embeddings beside the table: relative places are learnt from fewer images. On
+            # twice the grid, since the few frequencies of narrow heads turn too slowly otherwise.
+            "rope_reference": rope,
             "image_size": (res, res),
             "num_classes": 10,
             "pool": "cls",

@@ -23,6 +23,7 @@ from cropr_jax.bench import paired, report, throughput
 from cropr_jax.compare import plan, table
 from cropr_jax.compare.plan import Entry, Plan
 from cropr_jax.errors import ConfigError
+from cropr_jax.train import config_file, sharding
 from cropr_jax.train.loop import revision
 from cropr_jax.visualize import tradeoff
 
@@ -134,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for word in overrides:
         if not word.startswith("--config."):
             raise ConfigError(f"unknown argument '{word}'")
+    config = config_file.load(args.config, overrides)
+    sharding.split_cpu(config.get("cpu_devices"))
     rows = plan.entries(args.reductions, args.schedules, args.rates)
     plan.make(args.config, overrides, {row: args.seeds for row in rows}, args.workdir)
     seeds = remember(args.workdir / SEEDS, rows, args.seeds)

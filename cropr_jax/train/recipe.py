@@ -51,6 +51,7 @@ FIELDS: dict[str, tuple[set[str], set[str]]] = {
         {
             "total_steps",
             "accum_steps",
+            "cpu_devices",
             "init",
             "init_resampling",
             "teacher",
@@ -92,6 +93,7 @@ FREE = (
     "data.workers",
     "data.eval",
     "mesh",
+    "cpu_devices",
     "distributed",
 )
 

@@ -1,5 +1,9 @@
 """Mesh, parameter rule, placing."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -15,6 +19,29 @@ def test_mesh_takes_what_is_left():
         sharding.make_mesh(-1, 3)
     with pytest.raises(ConfigError, match="2 x 2, but there are 8"):
         sharding.make_mesh(2, 2)
+
+
+@pytest.mark.parametrize(("flags", "asked", "found"), [
+    ("", 3, 3), ("", None, 1), ("--xla_force_host_platform_device_count=2", 3, 2),
+])  # fmt: skip
+def test_splits_the_cpu_unless_told_otherwise(flags, asked, found):
+    program = f"""
+import jax
+from cropr_jax.train import sharding
+sharding.split_cpu({asked})
+print(jax.device_count())
+"""
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == found
+
+
+def test_no_cpu_device_is_refused(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")
+    with pytest.raises(ConfigError, match="cpu_devices: found 0"):
+        sharding.split_cpu(0)
 
 
 @pytest.mark.parametrize(("shape", "spec"), [
