@@ -132,6 +132,27 @@ def square_grid(entries: int, prefix: int) -> tuple[int, int]:
     return side, side
 
 
+def held_prefix(entries: int, prefix: int, grid: tuple[int, int] | None = None) -> int:
+    """For how many prefix tokens a position table has entries.
+
+    What the grid leaves, if it is known. Else all of them, unless the rest would fill no square and
+    would without registers or without any (timm's `no_embed_class`).
+
+    Args:
+      entries: of the table.
+      prefix: p.
+      grid: (h, w) of the table, or None.
+    """
+    if grid is not None:
+        left = entries - grid[0] * grid[1]
+        return left if 0 <= left <= prefix else prefix
+    for held in (prefix, min(prefix, 1), 0):
+        side = math.isqrt(max(entries - held, 0))
+        if side and side * side == entries - held:
+            return held
+    return prefix
+
+
 def pad_prefix(
     table: Float[np.ndarray, "1 t d"], prefix: int, held: int
 ) -> Float[np.ndarray, "1 t2 d"]:

@@ -13,7 +13,6 @@ Nothing is computed here but small tables: arrays stay views of the file.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 
 from cropr_jax.convert import flax_vit, timm
 from cropr_jax.convert.messages import listed, shown
-from cropr_jax.convert.resample import pad_prefix
+from cropr_jax.convert.resample import held_prefix, pad_prefix
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import VARIANTS
 
@@ -186,27 +185,6 @@ class _Collector:
         padded = pad_prefix(table.array, made.prefix, held)
         self.leaves["pos_embed"] = dataclasses.replace(table, array=padded)
         return dataclasses.replace(made, padded=made.prefix - held)
-
-
-def held_prefix(entries: int, prefix: int, grid: tuple[int, int] | None = None) -> int:
-    """For how many prefix tokens a position table has entries.
-
-    What the grid leaves, if it is known. Else all of them, unless the rest would fill no square and
-    would without registers or without any (timm's `no_embed_class`).
-
-    Args:
-      entries: of the table.
-      prefix: p.
-      grid: (h, w) of the table, or None.
-    """
-    if grid is not None:
-        left = entries - grid[0] * grid[1]
-        return left if 0 <= left <= prefix else prefix
-    for held in (prefix, min(prefix, 1), 0):
-        side = math.isqrt(max(entries - held, 0))
-        if side and side * side == entries - held:
-            return held
-    return prefix
 
 
 def _flax(arrays: Mapping[str, np.ndarray], grid: tuple[int, int] | None) -> Source:

@@ -5,7 +5,7 @@ import pytest
 import state_dicts
 from state_dicts import CROPR, EVA02, VIT, made
 
-from cropr_jax.convert import sources
+from cropr_jax.convert import resample, sources
 from cropr_jax.convert.to_timm import rename
 from cropr_jax.errors import ConfigError
 
@@ -79,7 +79,7 @@ def test_without_cls():
     + [(256, 5, 0), (257, 5, 1), (196, 0, 0), (253, 1, 1)],
 )
 def test_entries_for_prefix_tokens(entries, prefix, held):
-    assert sources.held_prefix(entries, prefix) == held
+    assert resample.held_prefix(entries, prefix) == held
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_entries_for_prefix_tokens(entries, prefix, held):
     [(225, 1, (14, 16), 1), (225, 1, (15, 15), 0), (16, 5, (3, 5), 1), (20, 5, (3, 5), 5)],
 )
 def test_entries_for_prefix_tokens_of_a_known_grid(entries, prefix, grid, held):
-    assert sources.held_prefix(entries, prefix, grid) == held
+    assert resample.held_prefix(entries, prefix, grid) == held
 
 
 @pytest.mark.parametrize("name", sources.REGISTERS)
