@@ -107,7 +107,9 @@ def _at_constant_places(graph: Graph, step: Step, x: Tensor, index: np.ndarray) 
         starts = [0] * len(sizes)
         for axis, start in zip(axes, index.tolist(), strict=True):
             starts[axis] = start
-        limits = [n if n == BATCH else start + n for start, n in zip(starts, sizes, strict=True)]
+        limits = [
+            n if isinstance(n, str) else start + n for start, n in zip(starts, sizes, strict=True)
+        ]
         return graph.reshape(_cut(graph, x, starts, limits, [1] * len(sizes), sizes), shape)
     axis, last = axes[0], axes[0] + index.ndim - 1
     one_row = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
