@@ -169,9 +169,9 @@ class ViT(nn.Module):
           student: both outputs of the model in training.
           teacher: both outputs of the unpruned model.
         """
-        return (
-            {} if self.reduction == "none" else self.make_reducer().distillation(student, teacher)
-        )
+        if self.reduction == "none":
+            return {}
+        return self.make_reducer().distillation(student, teacher)
 
     @nn.nowrap
     def drop_rates(self) -> tuple[float, ...]:
