@@ -12,6 +12,9 @@ from cropr_jax.errors import ConfigError, ScheduleError
 from cropr_jax.train import config_file, recipe
 from cropr_jax.train.recipe import Recipe
 
+# Fields that change no number of a finished run: what it was evaluated on does.
+FREE = tuple(name for name in recipe.FREE if name != "data.eval")
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -67,13 +70,13 @@ class Run:
         if not path.exists():
             return None
         found = json.loads(path.read_text())
-        before, now = recipe.leaves(found["config"]), recipe.leaves(self.recipe.config)
-        for name in [*now, *before]:
-            if before.get(name) != now.get(name):
-                raise ConfigError(
-                    f"--workdir: '{path}' was run with config.{name} {before.get(name)!r}, now it "
-                    f"is {now.get(name)!r}; give another --workdir or remove that run"
-                )
+        now, before = self.recipe.config, found["config"]
+        if name := recipe.difference(now, before, FREE):
+            raise ConfigError(
+                f"--workdir: '{path}' was run with config.{name} "
+                f"{recipe.leaves(before).get(name)!r}, now it is {recipe.leaves(now).get(name)!r}; "
+                "give another --workdir or remove that run"
+            )
         return found
 
 

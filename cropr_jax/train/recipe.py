@@ -143,21 +143,30 @@ def check_names(config: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{where}.{name} is missing")
 
 
+def difference(
+    config: Mapping[str, Any], before: Mapping[str, Any], free: Iterable[str] = FREE
+) -> str | None:
+    """Name of the first field that differs between two configs, None if only `free` ones do."""
+    new, old = leaves(config), leaves(before)
+    for name in sorted(new.keys() | old.keys()):
+        if any(name == field or name.startswith(field + ".") for field in free):
+            continue
+        if new.get(name) != old.get(name):
+            return name
+    return None
+
+
 def check_same(config: Mapping[str, Any], before: Mapping[str, Any], workdir: Any) -> None:
     """Refuses to go on in a work directory that another config began.
 
     Raises:
       ConfigError: naming the first field that differs and may not.
     """
-    new, old = leaves(config), leaves(before)
-    for name in sorted(new.keys() | old.keys()):
-        if any(name == free or name.startswith(free + ".") for free in FREE):
-            continue
-        if new.get(name) != old.get(name):
-            raise ConfigError(
-                f"config.{name}: {new.get(name)!r}, but the run in '{workdir}' began with "
-                f"{old.get(name)!r}: choose another --workdir, or remove that one"
-            )
+    if name := difference(config, before):
+        raise ConfigError(
+            f"config.{name}: {leaves(config).get(name)!r}, but the run in '{workdir}' began with "
+            f"{leaves(before).get(name)!r}: choose another --workdir, or remove that one"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

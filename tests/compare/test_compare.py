@@ -73,6 +73,23 @@ def test_unreachable_schedule_is_a_row(tmp_path):
     assert "unreachable: config.model.reduction (rate 900)" in text
 
 
+def test_result_of_the_same_run(tmp_path):
+    def run(*more):
+        planned = plan.make(CONFIG, (*SMALL, *more), {plan.Entry("random"): (0,)}, tmp_path)
+        return next(iter(planned.runs.values()))[0]
+
+    assert run().result() is None
+    before = run().recipe.config
+    del before["cpu_devices"]  # as in results from before there was that field
+    run().workdir.mkdir(parents=True)
+    (run().workdir / "result.json").write_text(json.dumps({"config": before}))
+    assert run("--config.eval_batch_size=16", "--config.cpu_devices=1").result() is not None
+    with pytest.raises(ConfigError, match="was run with config.seed 0, now it is 1;"):
+        run("--config.seed=1").result()
+    with pytest.raises(ConfigError, match="was run with config.data.eval.test 'test', now it is"):
+        run("--config.data.eval.test=train").result()
+
+
 def test_summary():
     assert table.summary([0.5])["low"] is None
     found = table.summary([0.1, 0.2, 0.6])
