@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, UInt8
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
@@ -131,24 +132,34 @@ def pruning_figure(
         extent = (0, width, height, 0)
         left.imshow(images[i], interpolation="nearest", extent=extent)
         left.set_title(title, fontsize=8, loc="left", pad=3)
-        right.imshow(
-            paint(images[i], pruned_after[i], last), interpolation="nearest", extent=extent
-        )
-        scale = np.array([width, height]) / pruned_after.shape[:0:-1]
-        edges = [line * scale for line in outline(pruned_after[i] == 0)]
-        right.add_collection(LineCollection(edges, colors=KEPT, linewidths=1.2))
-        right.set_title(
-            f"{(pruned_after[i] == 0).sum()} of {pruned_after[i].size} kept",
-            fontsize=8,
-            loc="left",
-            pad=3,
-            color=to_rgb(KEPT),
-        )
-    _legend(legend, last)
+        draw_map(right, images[i], pruned_after[i], last)
+    legend_of_blocks(legend, last)
     figure.savefig(path)
 
 
-def _legend(figure: SubFigure, last: int) -> None:
+def draw_map(
+    axis: Axes,
+    image: UInt8[np.ndarray, "height width 3"],
+    pruned_after: Int[np.ndarray, "h w"],
+    last: int,
+) -> None:
+    """Draws `paint` with the kept patches outlined, and how many they are as title."""
+    height, width = image.shape[:2]
+    painted = paint(image, pruned_after, last)
+    axis.imshow(painted, interpolation="nearest", extent=(0, width, height, 0))
+    scale = np.array([width, height]) / pruned_after.shape[::-1]
+    edges = [line * scale for line in outline(pruned_after == 0)]
+    axis.add_collection(LineCollection(edges, colors=KEPT, linewidths=1.2))
+    axis.set_title(
+        f"{(pruned_after == 0).sum()} of {pruned_after.size} kept",
+        fontsize=8,
+        loc="left",
+        pad=3,
+        color=to_rgb(KEPT),
+    )
+
+
+def legend_of_blocks(figure: SubFigure, last: int) -> None:
     """Colour bar of the blocks, and the mark of kept patches."""
     bar, mark = figure.subplots(1, 2, width_ratios=[3, 1])
     norm = BoundaryNorm(np.arange(0.5, last + 1), last)
