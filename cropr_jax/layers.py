@@ -87,6 +87,15 @@ def rotate(x: Float[Array, "b t h k"], angles: Float[Array, "b t k//2"]) -> Floa
     return turned.reshape(x.shape).astype(x.dtype)
 
 
+def upsample(x: Float[Array, "b h w c"], size: tuple[int, int]) -> Float[Array, "b height width c"]:
+    """Bilinear resize to a larger (height, width): pixel centres at half, clamped at the edges.
+
+    That of PyTorch's `interpolate` with `align_corners=False`.
+    """
+    shape = (x.shape[0], *size, x.shape[-1])
+    return jax.image.resize(x, shape, "bilinear", antialias=False)
+
+
 def drop_path(
     x: Float[Array, "b t d"], rate: float, draw: Float[Array, "b"] | None
 ) -> Float[Array, "b t d"]:

@@ -75,7 +75,7 @@ def breakdown(model: ViT) -> dict[str, Macs]:
     totals = (patches + model.prefix, *model.schedule.tokens(patches, model.prefix))
     for site, (tokens, after) in enumerate(itertools.pairwise(totals)):
         parts[f"reducer_{site}"] = site_macs(model, tokens, after)
-    parts["head"] = Macs(model.width * model.num_classes)
+    parts["head"] = Macs(model.head_inputs * model.width * model.num_classes)
     return parts
 
 

@@ -13,6 +13,7 @@ from cropr_jax import schedule as schedules
 from cropr_jax.errors import ConfigError, ScheduleError
 from cropr_jax.models import eva02
 from cropr_jax.models.blocks import MLPS, POOLS
+from cropr_jax.models.segmenter import Segmenter
 from cropr_jax.models.vit import VARIANTS, ViT
 from cropr_jax.reducers.base import Reducer
 from cropr_jax.reducers.registry import REDUCERS
@@ -21,6 +22,7 @@ from cropr_jax.schedule import Schedule
 SCHEDULES = ("per_block", "three_stage", "aggressive")
 # By the name that configs use: variants, and the attributes in which all of them differ from ViT.
 ARCHITECTURES = {"vit": (VARIANTS, {}), "eva02": (eva02.VARIANTS, eva02.DEFAULTS)}
+HEADS = {"classification": ViT, "segmentation": Segmenter}
 NEEDED = ("width", "depth", "heads", "patch", "image_size", "num_classes")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -168,12 +170,39 @@ def check_caps(model: ViT, reducer: Reducer, rate: int, remake: Callable[[int], 
     )
 
 
+def check_dense(fields: dict[str, Any], name: str, fusion: str, grid: tuple[int, int]) -> None:
+    """Sets the queries of a model that predicts at every patch: one for each.
+
+    Args:
+      fields: of the model.
+      name: of its reduction method.
+      fusion: of its pruned tokens.
+      grid: (h, w) of the patches.
+
+    Raises:
+      ConfigError: if other queries were asked for, or pruned patches would have no prediction.
+    """
+    patches = grid[0] * grid[1]
+    queries = fields.setdefault("num_queries", patches)
+    if queries != patches:
+        raise ConfigError(
+            f"config.model.num_queries: found {queries}, but with head='segmentation' each query "
+            f"predicts one of the {patches} patches; leave it out"
+        )
+    if name != "none" and fusion == "none":
+        raise ConfigError(
+            "config.model.reduction.fusion: found 'none', but head='segmentation' predicts at "
+            f"pruned patches too; expected one of {', '.join(map(repr, fusions.FUSIONS[:-1]))}"
+        )
+
+
 def create(config: Mapping[str, Any]) -> ViT:
     """The model that a config describes.
 
     Args:
       config: plain values. `name` ('vit', 'eva02'); `variant` ('ti', 's', 'b', 'l' or, of ViT, 'h')
-        or `width`, `depth` and `heads`; `patch`, `image_size`, `num_classes`; optionally
+        or `width`, `depth` and `heads`; `patch`, `image_size`, `num_classes`; optionally `head`
+        ('classification', 'segmentation' for a `cropr_jax.models.segmenter.Segmenter`),
         `reduction` = {name, schedule, rate, fusion, options} and any other attribute of
         `cropr_jax.models.vit.ViT`. None means the default.
 
@@ -181,6 +210,7 @@ def create(config: Mapping[str, Any]) -> ViT:
       ConfigError: on a wrong field, an impossible schedule, or a combination that cannot work.
     """
     fields = complete(config)
+    head = choose("model.head", fields.pop("head", "classification"), HEADS)
     patch, image_size = pair(fields.pop("patch")), pair(fields.pop("image_size"))
     if image_size[0] % patch[0] or image_size[1] % patch[1]:
         raise ConfigError(
@@ -208,8 +238,10 @@ def create(config: Mapping[str, Any]) -> ViT:
         fusion=fusion == "llf",
     )
     schedule = Schedule(fields["depth"]) if name == "none" else remake(reduction["rate"])
+    if head == "segmentation":
+        check_dense(fields, name, fusion, grid)
     try:
-        model = ViT(
+        model = HEADS[head](
             image_size=image_size,
             patch=patch,
             schedule=schedule,
@@ -289,6 +321,7 @@ def count(params: Any) -> int:
 
 __all__ = [
     "VARIANTS",
+    "Segmenter",
     "ViT",
     "abstract_params",
     "count",

@@ -4,7 +4,7 @@ Letters: b batch, p prefix tokens, m = h*w patch tokens, t tokens, d width, c cl
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Key
 from cropr_jax import fusion, rng, routing
 from cropr_jax.layers import Dtype, LayerNorm, sincos_positions
 from cropr_jax.models.blocks import Block, PatchEmbed, pool
-from cropr_jax.reducers import Context, Reducer
+from cropr_jax.reducers import Context, Criterion, Reducer
 from cropr_jax.reducers.distillation import Prediction
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.schedule import Schedule
@@ -114,6 +114,16 @@ class ViT(nn.Module):
         return int(self.mlp_ratio * self.width)
 
     @property
+    def head_norm(self) -> str:
+        """Name of the norm before the head, as weights have it."""
+        return "norm" if self.pool == "cls" else "fc_norm"
+
+    @property
+    def head_inputs(self) -> int:
+        """Vectors of an image that the head sees."""
+        return 1
+
+    @property
     def fused(self) -> bool:
         """Whether the last block sees all tokens."""
         return self.fusion == "llf" and bool(self.schedule.sites)
@@ -136,6 +146,23 @@ class ViT(nn.Module):
         return tuple(after.get(block, tokens) for block, tokens in enumerate(inputs, start=1))
 
     @nn.nowrap
+    def make_block(self, **kwargs: Any) -> Block:
+        """A transformer block of the backbone."""
+        block_class = nn.remat(Block, methods=("attend", "feed_forward")) if self.remat else Block
+        return block_class(
+            heads=self.heads,
+            hidden=self.hidden,
+            mlp=self.mlp,
+            use_key_bias=self.use_key_bias,
+            rope_reference=self.rope_reference,
+            layer_scale=self.layer_scale,
+            prefix=self.prefix,
+            attention=self.attention,
+            dtype=self.dtype,
+            **kwargs,
+        )
+
+    @nn.nowrap
     def make_reducer(self, **kwargs: Any) -> Reducer:
         """The reducer of one site."""
         return REDUCERS[self.reduction](
@@ -148,14 +175,12 @@ class ViT(nn.Module):
         )
 
     @nn.nowrap
-    def reducer_losses(
-        self, out: Mapping[str, Any], criterion: Callable[[jax.Array], jax.Array]
-    ) -> dict[str, jax.Array]:
+    def reducer_losses(self, out: Mapping[str, Any], criterion: Criterion) -> dict[str, jax.Array]:
         """Losses of the sites by name, from what the model returned in training.
 
         Args:
           out: second output of the model.
-          criterion: the task's loss as a function of auxiliary logits [b, n, c].
+          criterion: the task's loss of one site.
         """
         if self.reduction == "none":
             return {}
@@ -186,8 +211,8 @@ class ViT(nn.Module):
         *,
         train: bool = False,
         keys: Key[Array, "b"] | None = None,
-    ) -> tuple[Float[Array, "b c"], Mapping[str, Any]]:
-        """Classifies images.
+    ) -> tuple[Float[Array, "b *places c"], Mapping[str, Any]]:
+        """Predicts the class of images or, as `Segmenter`, of each of their patches.
 
         Args:
           images: normalised images of size `image_size`.
@@ -200,7 +225,8 @@ class ViT(nn.Module):
           descending order of score), `pruned_after` (see `routing.pruned_after`), `features` (the
           tokens that leave each block), `recovered` (of those, in training, what the method brings
           back to all places: `Reducer.recover`), `normed` (the patch tokens at the end, under the
-          norm before the head), `embedded`, `pooled`, and `pre_logits`, what the head sees.
+          norm before the head), `embedded`, `pooled` (not of a `Segmenter`), and `pre_logits`, what
+          the head sees.
           Methods that merge have `group` [b, h, w] (see `Tokens`) instead of `pruned` and
           `pruned_after`, and -1 in `kept` where a token is no single patch. Under `jit` what is
           unused is free.
@@ -224,7 +250,6 @@ class ViT(nn.Module):
         draws = self.draw_drop_path(train, keys)
 
         left = self.schedule.patches(self.grid[0] * self.grid[1])
-        block_class = nn.remat(Block, methods=("attend", "feed_forward")) if self.remat else Block
         sites, kept, pruned, features, recovered = [], [], [], [], []
         latest = None
         for i, rate in enumerate(self.drop_rates()):
@@ -232,18 +257,9 @@ class ViT(nn.Module):
                 tokens = fusion.last_layer_fusion(tokens, pruned)
             is_site = i + 1 in self.schedule.blocks
             reducer = self.make_reducer(name=f"reducer_{len(sites)}") if is_site else None
-            block = block_class(
-                heads=self.heads,
-                hidden=self.hidden,
-                mlp=self.mlp,
-                use_key_bias=self.use_key_bias,
-                rope_reference=self.rope_reference,
+            block = self.make_block(
                 drop_path=rate,
-                layer_scale=self.layer_scale,
                 needs=reducer.needs if reducer else frozenset(),
-                prefix=self.prefix,
-                attention=self.attention,
-                dtype=self.dtype,
                 name=f"block_{i}",
             )
             draw = (None, None) if draws is None else (draws[:, i, 0], draws[:, i, 1])
@@ -266,7 +282,7 @@ class ViT(nn.Module):
                 back = latest.recover(tokens, i)
                 recovered += [] if back is None else [back]
 
-        logits, pooled, pre_logits, normed = self.classify(tokens)
+        logits, last = self.predict(tokens)
         out = {
             "auxiliary": tuple(site["auxiliary"] for site in sites if "auxiliary" in site),
             "sites": tuple(sites),
@@ -274,10 +290,8 @@ class ViT(nn.Module):
             "pruned": tuple(gone.index for gone in pruned),
             "features": tuple(features),
             "recovered": tuple(recovered),
-            "normed": normed,
             "embedded": embedded,
-            "pooled": pooled,
-            "pre_logits": pre_logits,
+            **last,
         }
         if len(pruned) == len(sites):
             survivors = kept[-1] if kept else tokens.index
@@ -330,29 +344,29 @@ class ViT(nn.Module):
             **extras,
         )
 
-    def classify(
-        self, tokens: Tokens
-    ) -> tuple[
-        Float[Array, "b c"], Float[Array, "b d"], Float[Array, "b d"], Float[Array, "b m d"]
-    ]:
-        """Logits, the pooled features, what the head sees, and the patch tokens under its norm.
+    def predict(self, tokens: Tokens) -> tuple[Float[Array, "b *places c"], dict[str, jax.Array]]:
+        """Logits, and `pooled`, `normed` and `pre_logits` (see `__call__`).
 
         The head sees the pooled features normalised; with pool='cls' the norm comes before pooling.
         """
-        norm = LayerNorm(dtype=self.dtype, name="norm" if self.pool == "cls" else "fc_norm")
+        norm = LayerNorm(dtype=self.dtype, name=self.head_norm)
         normed = norm(tokens.x)
         if self.pool == "cls":
             pooled = features = pool(tokens.replace(x=normed), self.pool)
         else:
             pooled = pool(tokens, self.pool)
             features = norm(pooled)
-        patches = normed[:, self.prefix :]
+        out = {"normed": normed[:, self.prefix :], "pooled": pooled, "pre_logits": features}
+        return self.project(features), out
+
+    def project(self, features: Float[Array, "b *places d"]) -> Float[Array, "b *places c"]:
+        """The linear head; without one the features themselves, in float32."""
         if not self.num_classes:
-            return features.astype(jnp.float32), pooled, features, patches
+            return features.astype(jnp.float32)
         head = nn.Dense(
             self.num_classes,
             dtype=self.dtype,
             kernel_init=nn.initializers.normal(self.head_init_std),
             name="head",
         )
-        return head(features).astype(jnp.float32), pooled, features, patches
+        return head(features).astype(jnp.float32)

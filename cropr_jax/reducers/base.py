@@ -17,6 +17,11 @@ from cropr_jax.layers import Dtype
 from cropr_jax.reducers.distillation import Prediction
 from cropr_jax.tokens import Tokens
 
+# The task's loss of auxiliary logits [b, n, c] that were predicted at `places` int [b, n], raster
+# indices of patches; None where there are none (classification), or n queries stand for all patches
+# in raster order. It holds the targets.
+Criterion = Callable[[jax.Array, jax.Array | None], jax.Array]
+
 
 @struct.dataclass
 class Context:
@@ -154,17 +159,15 @@ class Reducer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
     @staticmethod
-    def losses(
-        outs: Sequence[Mapping[str, Any]], criterion: Callable[[jax.Array], jax.Array]
-    ) -> dict[str, jax.Array]:
+    def losses(outs: Sequence[Mapping[str, Any]], criterion: Criterion) -> dict[str, jax.Array]:
         """Losses of all sites, by name; the training loss is their plain sum with the main loss.
 
         Args:
           outs: what each site returned.
-          criterion: the task's loss as a function of logits [b, n, c]; it holds the targets.
+          criterion: the task's loss of one site.
         """
         return {
-            f"auxiliary_{site + 1}": criterion(out["auxiliary"])
+            f"auxiliary_{site + 1}": criterion(out["auxiliary"], out.get("places"))
             for site, out in enumerate(outs)
             if "auxiliary" in out
         }

@@ -1,6 +1,6 @@
 """DynamicViT: a small network decides which patches stay; masked in training, removed after it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from cropr_jax import rng
 from cropr_jax.layers import LayerNorm, gelu, normal_init
-from cropr_jax.reducers.base import Context, Pruner, SiteSizes
+from cropr_jax.reducers.base import Context, Criterion, Pruner, SiteSizes
 from cropr_jax.reducers.distillation import Prediction, divergence, squared_error
 from cropr_jax.tokens import Tokens
 
@@ -158,9 +158,7 @@ class DynamicViT(Pruner):
         return tokens.replace(policy=policy), None, out | {"kept": kept, "ratio": ratio}
 
     @staticmethod
-    def losses(
-        outs: Sequence[Mapping[str, Any]], criterion: Callable[[jax.Array], jax.Array]
-    ) -> dict[str, jax.Array]:
+    def losses(outs: Sequence[Mapping[str, Any]], criterion: Criterion) -> dict[str, jax.Array]:
         return {"ratio": jnp.stack([out["ratio"] for out in outs]).mean()} if outs else {}
 
     def distillation(self, student: Prediction, teacher: Prediction) -> dict[str, jax.Array]:

@@ -1,6 +1,7 @@
 """What differs by task: targets, losses, metrics.
 
-A task is a module with `criterion(auxiliary logits, targets)`, `losses(logits, extra, targets)`,
+A task is a module with `criterion(auxiliary logits, places, targets)` (see
+`cropr_jax.reducers.base.Criterion`), `losses(logits, extra, targets)`,
 `evaluation_sums(logits, labels, mask)`, `summarize(batches)`, and `BEST`, the metric by which
 checkpoints are ranked (higher is better).
 """

@@ -23,8 +23,17 @@ def cross_entropy(
     return -jnp.sum(targets * log_p, axis=-1)
 
 
-def criterion(logits: Float[Array, "b n c"], targets: Float[Array, "b c"]) -> Float[Array, ""]:
-    """Loss of an auxiliary head; with several queries each of them predicts the class."""
+def criterion(
+    logits: Float[Array, "b n c"], places: Int[Array, "b n"] | None, targets: Float[Array, "b c"]
+) -> Float[Array, ""]:
+    """Loss of an auxiliary head; with several queries each of them predicts the class.
+
+    Args:
+      logits: of every query.
+      places: ignored, the class is that of the whole image.
+      targets: distribution over the classes.
+    """
+    del places
     return cross_entropy(logits, jnp.broadcast_to(targets[:, None], logits.shape)).mean()
 
 

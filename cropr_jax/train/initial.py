@@ -103,7 +103,7 @@ def router_params(
     loaded = _read("config.init", path, model, resampling)
     _check_whole("config.init", path, loaded, model)
     fresh = fresh_params(model, key, loaded.plan.fresh)
-    sources = {"norm": "norm" if model.pool == "cls" else "fc_norm", "linear": "head"}
+    sources = {"norm": model.head_norm, "linear": "head"}
     copied = {
         name: jnp.asarray(loaded.params[f"{sources[found[1]]}/{found[2]}"])
         for name in fresh

@@ -19,7 +19,7 @@ def test_losses_in_words(name):
         keys = rng.example_keys(jax.random.key(0), 0, jnp.arange(2))
         images = jnp.zeros((2, 16, 16, 3))
         _, out = model.apply({"params": params}, images, train=True, keys=keys)
-        return model.reducer_losses(out, lambda logits: logits.sum())
+        return model.reducer_losses(out, lambda logits, places: logits.sum())
 
     found = jax.eval_shape(losses, models.abstract_params(model))
     assert bool(found) == bool(model.make_reducer().describe_losses)

@@ -118,7 +118,7 @@ def batch():
 def train(model, params, images, keys):
     def loss(params):
         logits, out = model.apply({"params": params}, images, train=True, keys=keys)
-        extra = model.reducer_losses(out, lambda x: x.sum())
+        extra = model.reducer_losses(out, lambda x, places: x.sum())
         return (logits**2).sum() + sum(extra.values()), (out, extra)
 
     return jax.grad(loss, has_aux=True)(params)

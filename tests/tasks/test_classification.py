@@ -19,7 +19,7 @@ def test_loss_is_the_plain_sum():
 
     parts = [cross_entropy(site, targets[:, None]) for site in sites]
     extra = {
-        str(i): classification.criterion(jnp.asarray(site), jnp.asarray(targets))
+        str(i): classification.criterion(jnp.asarray(site), None, jnp.asarray(targets))
         for i, site in enumerate(sites)
     }
     total, metrics = classification.losses(jnp.asarray(logits), extra, jnp.asarray(targets))
