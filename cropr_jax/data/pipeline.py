@@ -15,17 +15,23 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import grain
 import numpy as np
 from absl import flags
 
-from cropr_jax.data import preprocess
+from cropr_jax.data import classification, segmentation
+from cropr_jax.data.preprocess import Record
 from cropr_jax.data.sources import Source, open_source
 from cropr_jax.errors import ConfigError
 
 Batch = dict[str, np.ndarray]
+
+# By `config.task`: modules with `check(source)`, `train_transform(preprocess)`,
+# `eval_transform(preprocess, source)` and `padding(preprocess, source)`.
+TASKS: dict[str, ModuleType] = {"classification": classification, "segmentation": segmentation}
 
 # Images a worker makes at a time: few enough that buffers stay small (19 MB at 224 px), many enough
 # that handing them over costs little.
@@ -37,12 +43,12 @@ _MAX_THREADS = 16
 
 def num_examples(config: Mapping[str, Any], name: str = "") -> int:
     """Examples in the training split, or in the evaluation split called `name` in the config."""
-    return len(open_source(config["data"], _split(config, name)))
+    return len(_open(config, name))
 
 
 def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the classes of the training split, by label."""
-    return open_source(config["data"], config["data"]["train"]).class_names
+    return _open(config).class_names
 
 
 def steps_per_epoch(config: Mapping[str, Any]) -> int:
@@ -64,7 +70,7 @@ def train_batches(
     """Training batches from `start_step` on, this host's rows of each.
 
     Args:
-      config: `data`, `preprocess`, `batch_size`, `seed`.
+      config: `task`, `data`, `preprocess`, `batch_size`, `seed`.
       start_step: number of the first batch; nothing before it is read.
       process_index, process_count: this host among how many.
       stop_step: number of the first batch that is no longer made; None for endless. A run that
@@ -73,14 +79,15 @@ def train_batches(
 
     Returns:
       An iterator of {'image' float32 [b, h, w, 3], 'label' int32 [b], 'id' int32 [b]}, with
-      b = batch_size / process_count; `id` is the index of the example in its split. `close()`
-      stops the workers.
+      b = batch_size / process_count; `id` is the index of the example in its split. Of
+      segmentation 'label' is uint8 [b, h, w], 255 where no class counts. `close()` stops the
+      workers.
 
     Raises:
       ConfigError: a missing data set, or a batch that does not fit hosts or data. At the call,
         not at the first batch.
     """
-    source = open_source(config["data"], config["data"]["train"])
+    source = _open(config)
     rows = _host_rows(config, "batch_size", process_index, process_count)
     steps = _steps(len(source), config)
     examples = (
@@ -88,7 +95,7 @@ def train_batches(
         .seed(config["seed"])
         .shuffle()
         .repeat()
-        .random_map(_TrainExample(preprocess.train_transform(config["preprocess"])))
+        .random_map(_TrainExample(_task(config).train_transform(config["preprocess"])))
     )
     load = _TrainPart(examples, len(source), steps, config["batch_size"], rows, _part(len(rows)))
     parts = len(rows) // load.size
@@ -103,25 +110,43 @@ def eval_batches(
     """All examples of one evaluation split once, in order, in batches of one size.
 
     Args:
-      config: `data`, `preprocess`, `eval_batch_size`.
+      config: `task`, `data`, `preprocess`, `eval_batch_size`.
       name: key of `config.data.eval`.
       process_index, process_count: this host among how many; all get the same number of batches.
 
     Returns:
       An iterator of batches as in `train_batches`, with b = eval_batch_size / process_count, and
-      'mask' float32 [b]: 1 for examples, 0 for the padding (image 0, label 0, id -1).
+      'mask' float32 [b]: 1 for examples, 0 for the padding (image 0, label 0, id -1). Of
+      segmentation 'label' is the annotation in full, uint8 [b, H, W] with the largest sides of the
+      split, filled with 255; 'size' int32 [b, 2] the (h, w) of it that is annotation; 'valid'
+      int32 [b, 2] the (h, w) of the image that is no padding.
 
     Raises:
       ConfigError: see `train_batches`.
     """
-    source = open_source(config["data"], _split(config, name))
+    source = _open(config, name)
     size = config["eval_batch_size"]
     rows = _host_rows(config, "eval_batch_size", process_index, process_count)
-    transform = preprocess.eval_transform(config["preprocess"])
-    load = _EvalPart(source, transform, tuple(config["preprocess"]["res"]), size, rows)
+    task, settings = _task(config), config["preprocess"]
+    transform, padding = task.eval_transform(settings, source), task.padding(settings, source)
+    load = _EvalPart(source, transform, padding, size, rows)
     parts = len(rows) // load.size
     dataset = grain.MapDataset.range(math.ceil(len(source) / size) * parts).map(load)
     return _batches(dataset, parts, config["data"]["workers"])
+
+
+def _task(config: Mapping[str, Any]) -> ModuleType:
+    name = config.get("task", "classification")
+    if name not in TASKS:
+        raise ConfigError(f"config.task: found {name!r}, expected one of {sorted(TASKS)}")
+    return TASKS[name]
+
+
+def _open(config: Mapping[str, Any], name: str = "") -> Source:
+    """The training split, or the evaluation split `name`, with labels of the task's kind."""
+    source = open_source(config["data"], _split(config, name))
+    _task(config).check(source)
+    return source
 
 
 def _split(config: Mapping[str, Any], name: str) -> str:
@@ -209,10 +234,10 @@ def _end_with_parent(worker: int, workers: int) -> None:
 
 @dataclass(frozen=True)
 class _TrainExample:
-    transform: Callable[[preprocess.Record, np.random.Generator], np.ndarray]
+    transform: Callable[[Record, np.random.Generator], dict[str, Any]]
 
-    def __call__(self, record: preprocess.Record, rng: np.random.Generator) -> dict[str, Any]:
-        return _example(record, self.transform(record, rng))
+    def __call__(self, record: Record, rng: np.random.Generator) -> dict[str, Any]:
+        return {**self.transform(record, rng), "id": np.int32(record["id"])}
 
 
 @dataclass(frozen=True)
@@ -241,8 +266,8 @@ class _EvalPart:
     """Part k of this host's rows to a stack of `size` examples, padded beyond the last one."""
 
     source: Source
-    transform: Callable[[preprocess.Record], np.ndarray]
-    res: tuple[int, int]
+    transform: Callable[[Record], dict[str, Any]]
+    padding: dict[str, Any]
     batch_size: int
     rows: range
 
@@ -258,14 +283,10 @@ class _EvalPart:
     def _example(self, index: int) -> dict[str, Any]:
         if index < len(self.source):
             record = self.source[index]
-            return {**_example(record, self.transform(record)), "mask": np.float32(1)}
-        padding = {"label": 0, "id": -1}
-        image = np.zeros((*self.res, 3), np.float32)
-        return {**_example(padding, image), "mask": np.float32(0)}
-
-
-def _example(record: preprocess.Record, image: np.ndarray) -> dict[str, Any]:
-    return {"image": image, "label": np.int32(record["label"]), "id": np.int32(record["id"])}
+            example, number, mask = self.transform(record), record["id"], 1
+        else:
+            example, number, mask = self.padding, -1, 0
+        return {**example, "id": np.int32(number), "mask": np.float32(mask)}
 
 
 def _stack(examples: list[dict[str, Any]]) -> Batch:

@@ -1,9 +1,10 @@
 """Data sets as random-access sources of records, one function for all: `open_source`.
 
-A record is `{'image': encoded bytes or uint8 [h, w, c], 'label': int, 'id': int}`. The id is the
-index of the example in its named split, also when only a part of the split is read: example 100 of
-`train` has id 100 in `train[100:200]`. Images stay encoded, so that decoding happens in the
-workers. Sources are picklable; each process opens its own files.
+A record is `{'image': encoded bytes or uint8 [h, w, c], 'label': int or map, 'id': int}`. A map is
+uint8 [h, w] of class numbers, `IGNORE` where a pixel does not count, whatever ids the files have.
+The id is the index of the example in its named split, also when only a part of the split is read:
+example 100 of `train` has id 100 in `train[100:200]`. Images stay encoded, so that decoding happens
+in the workers. Sources are picklable; each process opens its own files.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import numpy as np
 
 from cropr_jax.errors import ConfigError
 
+# What maps hold where no class counts.
+IGNORE = 255
 _SPLIT = re.compile(r"(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 
@@ -31,7 +34,16 @@ class Reader(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __call__(self, index: int) -> tuple[bytes | np.ndarray, int]: ...
+    def __call__(self, index: int) -> tuple[bytes | np.ndarray, int | np.ndarray]: ...
+
+
+@runtime_checkable
+class MapReader(Protocol):
+    """A `Reader` whose labels are maps."""
+
+    def largest(self) -> tuple[int, int]:
+        """The greatest height and the greatest width of its maps, in pixels."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class Source:
             raise IndexError(f"example {index} of {len(self)}")
         index = int(index)
         image, label = self.reader(self.start + index)
-        return {"image": image, "label": int(label), "id": self.start + index}
+        return {"image": image, "label": label, "id": self.start + index}
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -133,7 +145,8 @@ def open_source(data: Mapping[str, Any], split: str) -> Source:
         `arrays` (`dir/{split}*.npz` with images, labels, class_names),
         `image_folder` (`dir/split/class/*.jpg` or `labels.json`; `num_classes` where the numbers
         in a labels.json do not reach the last class),
-        `fake` (`num_examples`, `image_size`, `num_classes`: made-up images);
+        `fake` and `fake_segmentation` (`num_examples`, `image_size`, `num_classes`: made-up
+        images with a class each, or with a map);
         `env`: the environment variable that gives the folder when `dir` is empty.
       split: such as `'train'`, `'train[:99%]'`, `'validation[100:200]'`.
 
@@ -158,41 +171,17 @@ def open_source(data: Mapping[str, Any], split: str) -> Source:
         reader = open_image_folder(
             data_root(data, data.get("env", "")), name, data.get("num_classes", 0)
         )
-    elif kind == "fake":
-        reader = Fake(
+    elif kind in ("fake", "fake_segmentation"):
+        from cropr_jax.data.fake import Fake, FakeMaps
+
+        reader = (Fake if kind == "fake" else FakeMaps)(
             num_examples=data["num_examples"],
             image_size=tuple(data["image_size"]),
             num_classes=data["num_classes"],
         )
     else:
         raise ConfigError(
-            f"config.data.source is {kind!r}, expected one of tfds, arrays, image_folder, fake."
+            f"config.data.source is {kind!r}, expected one of tfds, arrays, image_folder, fake, "
+            "fake_segmentation."
         )
     return Source(reader, *bounds(len(reader)))
-
-
-@dataclass(frozen=True)
-class Fake:
-    """Made-up images that tell their class by brightness, the same in every process.
-
-    Attributes:
-      num_examples: how many; example i has class i modulo `num_classes`.
-      image_size: (h, w) in pixels.
-      num_classes: how many classes.
-    """
-
-    num_examples: int
-    image_size: tuple[int, int]
-    num_classes: int
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return tuple(f"class {i}" for i in range(self.num_classes))
-
-    def __len__(self) -> int:
-        return self.num_examples
-
-    def __call__(self, index: int) -> tuple[np.ndarray, int]:
-        label = index % self.num_classes
-        noise = np.random.default_rng(index).integers(0, 128, (*self.image_size, 3))
-        return (noise + 127 * label // max(self.num_classes - 1, 1)).astype(np.uint8), label

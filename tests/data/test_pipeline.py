@@ -47,6 +47,24 @@ def config(**changes):
     return {**base, **changes}
 
 
+def maps(**changes):
+    """The same with maps for labels."""
+    data = {"source": "fake_segmentation", **changes.pop("data", {})}
+    preprocess = {
+        "res": (8, 12),
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.5, 0.5, 0.5),
+        "train": {
+            "resize_base": (16, 12),
+            "ratio_range": (0.5, 2.0),
+            "cat_max_ratio": 0.75,
+            "flip": True,
+            "photometric": True,
+        },
+    }
+    return config(task="segmentation", preprocess=preprocess, data=data, **changes)
+
+
 def take(batches, count):
     result = list(itertools.islice(batches, count))
     batches.close()
@@ -72,10 +90,49 @@ def test_types_and_shapes():
     np.testing.assert_array_equal(batch["label"], batch["id"] % 5)
 
 
-def test_batch_depends_on_seed_and_step_alone():
-    first = take(pipeline.train_batches(config()), 9)
-    assert_equal(first, take(pipeline.train_batches(config()), 9))
-    other = take(pipeline.train_batches(config(seed=4)), 1)[0]
+def test_types_and_shapes_of_maps():
+    (batch,) = take(pipeline.train_batches(maps()), 1)
+    assert {key: (value.shape, str(value.dtype)) for key, value in batch.items()} == {
+        "image": ((8, 8, 12, 3), "float32"),
+        "label": ((8, 8, 12), "uint8"),
+        "id": ((8,), "int32"),
+    }
+    assert set(np.unique(batch["label"])) <= {0, 1, 2, 3, 4, 255}
+    (batch,) = take(pipeline.eval_batches(maps(), "few"), 1)
+    assert {key: (value.shape, str(value.dtype)) for key, value in batch.items()} == {
+        "image": ((8, 8, 12, 3), "float32"),
+        "label": ((8, 12, 10), "uint8"),
+        "size": ((8, 2), "int32"),
+        "valid": ((8, 2), "int32"),
+        "id": ((8,), "int32"),
+        "mask": ((8,), "float32"),
+    }
+    # Example 4 is 11 x 10 pixels: 8 / 11 makes it 8 x 7.
+    assert batch["size"][4].tolist() == [11, 10] and batch["valid"][4].tolist() == [8, 7]
+    reader = pipeline.open_source(maps()["data"], "test")
+    for row in range(5):
+        height, width = batch["size"][row]
+        np.testing.assert_array_equal(batch["label"][row, :height, :width], reader[row]["label"])
+        assert (batch["label"][row, height:] == 255).all()
+        assert (batch["label"][row, :, width:] == 255).all()
+    assert (batch["label"][5:] == 255).all() and (batch["image"][5:] == 0).all()
+    assert (batch["size"][5:] == 1).all() and (batch["valid"][5:] == 1).all()
+
+
+def test_data_and_task_must_agree():
+    with pytest.raises(ConfigError, match="'classification'.*segmentation"):
+        pipeline.num_examples(maps() | {"task": "classification"})
+    with pytest.raises(ConfigError, match="one class an image.*fake_segmentation"):
+        pipeline.eval_batches(maps(data={"source": "fake"}), "test")
+    with pytest.raises(ConfigError, match=r"config\.task: found 'detection'"):
+        pipeline.class_names(config(task="detection"))
+
+
+@pytest.mark.parametrize("make", [config, maps])
+def test_batch_depends_on_seed_and_step_alone(make):
+    first = take(pipeline.train_batches(make()), 9)
+    assert_equal(first, take(pipeline.train_batches(make()), 9))
+    other = take(pipeline.train_batches(make(seed=4)), 1)[0]
     assert (other["id"] != first[0]["id"]).any()
     # The same example is augmented otherwise in another epoch.
     seen = {}
@@ -85,10 +142,11 @@ def test_batch_depends_on_seed_and_step_alone():
             seen[number] = image
 
 
+@pytest.mark.parametrize("make", [config, maps])
 @pytest.mark.parametrize("start", [1, 4, 7])
-def test_resumed_equals_the_tail(start):
-    whole = take(pipeline.train_batches(config()), 9)
-    assert_equal(take(pipeline.train_batches(config(), start_step=start), 9 - start), whole[start:])
+def test_resumed_equals_the_tail(start, make):
+    whole = take(pipeline.train_batches(make()), 9)
+    assert_equal(take(pipeline.train_batches(make(), start_step=start), 9 - start), whole[start:])
 
 
 def test_stop_step_ends_the_iterator():
@@ -104,10 +162,11 @@ def test_an_epoch_holds_no_example_twice_and_the_next_is_in_another_order():
     assert (epochs[0] != epochs[1]).any()
 
 
+@pytest.mark.parametrize("make", [config, maps])
 @pytest.mark.parametrize("hosts", [2, 4])
-def test_hosts_together_make_the_global_batch(hosts):
-    whole = take(pipeline.train_batches(config()), 5)
-    shares = [take(pipeline.train_batches(config(), 0, h, hosts), 5) for h in range(hosts)]
+def test_hosts_together_make_the_global_batch(hosts, make):
+    whole = take(pipeline.train_batches(make()), 5)
+    shares = [take(pipeline.train_batches(make(), 0, h, hosts), 5) for h in range(hosts)]
     joined = [
         {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
         for parts in zip(*shares, strict=True)
@@ -217,12 +276,12 @@ assert not found, found
     "modules, forbidden",
     [
         (
-            ["data.sources", "data.arrays", "data.image_folder", "data.tfds_source"]
+            ["data.sources", "data.fake", "data.arrays", "data.image_folder", "data.tfds_source"]
             + ["data.rand_augment", "data.tfrecord", "data.digits"],
             ["tensorflow", "jax"],
         ),
         (
-            ["data.preprocess", "data.augment"],
+            ["data.preprocess", "data.augment", "data.segmentation"],
             ["tensorflow", "jax", "grain", "tensorflow_datasets", "absl", "ml_collections"],
         ),
         (["data.pipeline"], ["tensorflow"]),
