@@ -77,5 +77,5 @@ def _refusal(model: ViT) -> str:
     if model.make_reducer().trains_alone:
         return ""
     if not any(name.startswith("reducer_") for name in models.abstract_params(model)):
-        return "has nothing to train and can be used as it is (mode eval, or off the shelf)"
+        return "has nothing to train: evaluate it in that model as it is (--mode eval)"
     return "learns from what later blocks make of its tokens and not by a loss of its sites alone"
