@@ -145,6 +145,8 @@ def open_source(data: Mapping[str, Any], split: str) -> Source:
         `arrays` (`dir/{split}*.npz` with images, labels, class_names),
         `image_folder` (`dir/split/class/*.jpg` or `labels.json`; `num_classes` where the numbers
         in a labels.json do not reach the last class),
+        `segmentation_folder` (`dir/images/split/*.jpg`, `dir/labels/split/*.png`, `dir/meta.json`;
+        `ignore`, `zero_is_ignored`, see `annotations.make_legend`),
         `fake` and `fake_segmentation` (`num_examples`, `image_size`, `num_classes`: made-up
         images with a class each, or with a map);
         `env`: the environment variable that gives the folder when `dir` is empty.
@@ -171,6 +173,10 @@ def open_source(data: Mapping[str, Any], split: str) -> Source:
         reader = open_image_folder(
             data_root(data, data.get("env", "")), name, data.get("num_classes", 0)
         )
+    elif kind == "segmentation_folder":
+        from cropr_jax.data.segmentation_folder import open_segmentation_folder
+
+        reader = open_segmentation_folder(data_root(data, data.get("env", "")), name, data)
     elif kind in ("fake", "fake_segmentation"):
         from cropr_jax.data.fake import Fake, FakeMaps
 
@@ -181,7 +187,7 @@ def open_source(data: Mapping[str, Any], split: str) -> Source:
         )
     else:
         raise ConfigError(
-            f"config.data.source is {kind!r}, expected one of tfds, arrays, image_folder, fake, "
-            "fake_segmentation."
+            f"config.data.source is {kind!r}, expected one of tfds, arrays, image_folder, "
+            "segmentation_folder, fake, fake_segmentation."
         )
     return Source(reader, *bounds(len(reader)))

@@ -1,0 +1,171 @@
+"""Masks as they lie on disk, and the one place where their ids become labels.
+
+A mask is an 8-bit PNG, grey or indexed, whose values are ids of classes. Labels are 0 to n - 1 in
+the order of the ids, and `IGNORE` where no class counts; nothing else in the project sees ids.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from cropr_jax.data.sources import IGNORE
+from cropr_jax.errors import ConfigError
+
+_UNKNOWN = 254
+
+
+@dataclass(frozen=True)
+class Legend:
+    """What the ids of a data set's masks mean.
+
+    Attributes:
+      class_names: of the classes that count, by label.
+      ids: of the same classes, ascending.
+      ignore: the id of pixels that do not count.
+    """
+
+    class_names: tuple[str, ...]
+    ids: tuple[int, ...]
+    ignore: int
+
+    @functools.cached_property
+    def _table(self) -> np.ndarray:
+        table = np.full(256, _UNKNOWN, np.uint8)
+        table[list(self.ids)] = np.arange(len(self.ids))
+        table[self.ignore] = IGNORE
+        return table
+
+    def labels(self, mask: np.ndarray, where: str) -> np.ndarray:
+        """Ids to labels, once: what was done before has ids that mean nothing, and is refused.
+
+        For ADE20k this takes 0 to 255 and k to k - 1 (benbergner/cropr `segm/data/base.py`,
+        `reduce_zero_label`). Done twice it would go unnoticed but for the 255.
+
+        Args:
+          mask: uint8 [h, w] of ids.
+          where: file, or file and record, for the message.
+
+        Returns:
+          uint8 [h, w] of labels.
+
+        Raises:
+          ConfigError: an id that is not in the legend.
+        """
+        labels = self._table[mask]
+        if (labels == _UNKNOWN).any():
+            found = np.unique(mask[labels == _UNKNOWN]).tolist()
+            shifted = " Were its ids changed to labels before?" if found == [IGNORE] else ""
+            raise ConfigError(
+                f"{where}: id {', '.join(map(str, found[:5]))} in the mask, expected "
+                f"{self.ids[0]} to {self.ids[-1]} ({len(self.ids)} classes) or {self.ignore} "
+                f"(ignored).{shifted} Mend the mask, the list of classes or config.data.ignore."
+            )
+        return labels
+
+
+def make_legend(meta: Any, data: Mapping[str, Any], where: str) -> Legend:
+    """The legend that a description of classes and a config's `data` give together.
+
+    Args:
+      meta: a list of names, by id; or `{"classes": [...], "ignore_id": 255}` with a list of names
+        or of `{"id", "name"}`, and optionally `num_classes`, their number. A class whose id is the
+        ignored one is not counted.
+      data: `config.data`: `ignore`, an id that goes before the description's;
+        `zero_is_ignored`, whether 0 is ignored and names without ids begin at 1; `num_classes`,
+        how many classes count, for a check.
+      where: file of the description, for messages.
+
+    Raises:
+      ConfigError: something else, ids twice or beyond 0 to 255, another number of classes than
+        is said.
+    """
+    from_zero = not data.get("zero_is_ignored")
+    described: Mapping[str, Any] = meta if isinstance(meta, Mapping) else {"classes": meta}
+    entries = described.get("classes")
+    if not isinstance(entries, list) or not entries:
+        raise _bad_classes(where)
+    if all(isinstance(entry, str) for entry in entries):
+        classes = list(enumerate(entries, 0 if from_zero else 1))
+    elif all(isinstance(e, Mapping) and {"id", "name"} <= e.keys() for e in entries):
+        classes = [(entry["id"], entry["name"]) for entry in entries]
+    else:
+        raise _bad_classes(where)
+    said = described.get("num_classes", len(classes))
+    if said != len(classes):
+        raise ConfigError(
+            f"{where}: num_classes is {said}, but its list has {len(classes)} classes. Mend it."
+        )
+    ids = [number for number, _ in classes]
+    if len(set(ids)) < len(ids) or not all(isinstance(i, int) and 0 <= i <= 255 for i in ids):
+        raise ConfigError(f"{where}: ids are {ids}, expected each once, from 0 to 255.")
+    ignore = data.get("ignore")
+    if ignore is None:
+        ignore = described.get("ignore_id", IGNORE) if from_zero else 0
+    _check_ignore(ignore, from_zero, ids, described, where)
+    classes = sorted((number, name) for number, name in classes if number != ignore)
+    expected = data.get("num_classes") or len(classes)
+    if not classes or expected != len(classes):
+        raise ConfigError(
+            f"{where}: {len(classes)} classes count (id {ignore} is ignored), but "
+            f"config.data.num_classes is {expected}. Make the list and the config agree."
+        )
+    if len(classes) > _UNKNOWN:
+        raise ConfigError(f"{where}: {len(classes)} classes, expected {_UNKNOWN} at most.")
+    return Legend(
+        class_names=tuple(name for _, name in classes),
+        ids=tuple(number for number, _ in classes),
+        ignore=ignore,
+    )
+
+
+def _check_ignore(
+    ignore: Any, from_zero: bool, ids: list[int], described: Mapping[str, Any], where: str
+) -> None:
+    if not isinstance(ignore, int) or not 0 <= ignore <= 255:
+        raise ConfigError(f"{where}: the ignored id is {ignore!r}, expected 0 to 255.")
+    if not from_zero and (ignore != 0 or (0 in ids and described.get("ignore_id") != 0)):
+        raise ConfigError(
+            f"config.data.zero_is_ignored: set, but {where} lists 0 as a class, or another id is "
+            "ignored. Leave it off, or list the classes from 1."
+        )
+
+
+def _bad_classes(where: str) -> ConfigError:
+    return ConfigError(
+        f'{where}: expected {{"classes": [{{"id": 0, "name": "road"}}, ...], "ignore_id": 255}} '
+        "or a list of names in the order of their ids."
+    )
+
+
+def read_mask(file: bytes | str | os.PathLike, where: str = "") -> np.ndarray:
+    """The ids of a mask, uint8 [h, w].
+
+    Args:
+      file: encoded, or its path.
+      where: what to call it in messages, its path by default.
+
+    Raises:
+      ConfigError: no image, colours, or more than 8 bits.
+    """
+    where = where or str(file)
+    try:
+        content = file if isinstance(file, bytes) else Path(file).read_bytes()
+        with Image.open(io.BytesIO(content)) as image:
+            mask = np.asarray(image)
+    except (OSError, SyntaxError) as error:
+        raise ConfigError(f"{where}: no image that can be read ({error}). Replace it.") from error
+    if image.mode not in ("L", "P", "1"):
+        raise ConfigError(
+            f"{where}: a mask of mode {image.mode} {list(mask.shape)}, expected one 8-bit id a "
+            "pixel, grey or indexed. Turn its colours into ids of classes."
+        )
+    return mask.astype(np.uint8, copy=False)
