@@ -277,7 +277,8 @@ assert not found, found
     [
         (
             ["data.sources", "data.fake", "data.arrays", "data.image_folder", "data.tfds_source"]
-            + ["data.rand_augment", "data.tfrecord", "data.digits"],
+            + ["data.rand_augment", "data.tfrecord", "data.digits", "data.ade20k"]
+            + ["data.annotations", "data.segmentation_folder"],
             ["tensorflow", "jax"],
         ),
         (
