@@ -2,16 +2,20 @@
 
 A task is a module with `criterion(auxiliary logits, places, targets)` (see
 `cropr_jax.reducers.base.Criterion`), `losses(logits, extra, targets)`,
-`evaluation_sums(logits, labels, mask)`, `summarize(batches)`, and `BEST`, the metric by which
-checkpoints are ranked (higher is better).
+`predicted_targets(logits, model)`, `evaluation_sums(logits, batch)`, `summarize(batches)`, and
+`BEST`, the metric by which checkpoints are ranked (higher is better). Tasks whose images are not
+mixed have `targets(labels, model)`, tasks with results by class `per_class(batches)`.
 """
 
 from types import ModuleType
 
 from cropr_jax.errors import ConfigError
-from cropr_jax.tasks import classification
+from cropr_jax.tasks import classification, segmentation
 
-TASKS: dict[str, ModuleType] = {"classification": classification}
+TASKS: dict[str, ModuleType] = {
+    "classification": classification,
+    "segmentation": segmentation,
+}
 
 
 def get(name: str) -> ModuleType:

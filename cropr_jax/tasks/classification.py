@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
+
+from cropr_jax.models.vit import ViT
 
 Sums = dict[str, jax.Array]
 
@@ -55,17 +57,24 @@ def losses(
       The sum that is minimised, and the parts: `main_loss`, and `auxiliary_loss`, the mean of the
       others.
     """
-    main = cross_entropy(logits, targets).mean()
+    return total(cross_entropy(logits, targets).mean(), extra)
+
+
+def total(
+    main: Float[Array, ""], extra: Mapping[str, Float[Array, ""]]
+) -> tuple[Float[Array, ""], Sums]:
+    """The plain sum of all losses, and its parts as `losses` returns them."""
     metrics = {"main_loss": main}
     if not extra:
         return main, metrics
-    total = jnp.stack(list(extra.values())).sum()
-    metrics["auxiliary_loss"] = total / len(extra)
-    return main + total, metrics
+    added = jnp.stack(list(extra.values())).sum()
+    metrics["auxiliary_loss"] = added / len(extra)
+    return main + added, metrics
 
 
-def predicted_targets(logits: Float[Array, "b c"]) -> Float[Array, "b c"]:
+def predicted_targets(logits: Float[Array, "b c"], model: ViT) -> Float[Array, "b c"]:
     """Targets that stand for the labels: what a model predicts, as probabilities in float32."""
+    del model
     return jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
 
 
@@ -82,13 +91,16 @@ def rank_of_label(logits: Float[Array, "b c"], labels: Int[Array, "b"]) -> Int[A
     return jnp.where(broken, logits.shape[1], before.sum(axis=1))
 
 
-def evaluation_sums(
-    logits: Float[Array, "b c"], labels: Int[Array, "b"], mask: Bool[Array, "b"]
-) -> Sums:
-    """Sums over the examples that `mask` marks as real: count, right ones, loss.
+def evaluation_sums(logits: Float[Array, "b c"], batch: Mapping[str, jax.Array]) -> Sums:
+    """Sums over the real examples of a batch: count, right ones, loss.
 
     Counts are integers, so that they are exact however the examples are cut into batches.
+
+    Args:
+      logits: of the main head.
+      batch: `label` int [b], and `mask`, 0 for examples that only fill the batch.
     """
+    labels, mask = batch["label"], batch["mask"] > 0
     rank = rank_of_label(logits, labels)
     targets = jax.nn.one_hot(labels, logits.shape[1], dtype=jnp.float32)
     loss = jnp.where(mask, cross_entropy(logits, targets), 0.0)

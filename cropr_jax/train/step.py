@@ -77,7 +77,8 @@ class Step:
         if self.teacher is not None:
             taught = self.teach(self.teacher, teacher, frozen, batch["image"])
             distilled = self.model.distillation_losses((logits, out), taught)
-            targets = self.task.predicted_targets(taught[0]) if self.from_model else targets
+            if self.from_model:
+                targets = self.task.predicted_targets(taught[0], self.model)
         criterion = functools.partial(self.task.criterion, targets=targets)
         extra = self.model.reducer_losses(out, criterion)
         total, parts = self.task.losses(logits, extra, targets)
@@ -173,7 +174,7 @@ class Step:
         params = gather(params, self.mesh)
         keys = rng.example_keys(self.key(EVAL_KEY), 0, batch["id"])
         logits, _ = self.model.apply({"params": params}, batch["image"], train=False, keys=keys)
-        return self.task.evaluation_sums(logits, batch["label"], batch["mask"] > 0)
+        return self.task.evaluation_sums(logits, batch)
 
 
 def gather(params: Any, mesh: Mesh) -> Any:

@@ -48,8 +48,10 @@ def test_sums_are_exact_whatever_the_batches(size):
         pad = ((0, size - count), (0, 0))
         sums.append(classification.evaluation_sums(
             jnp.asarray(np.pad(logits[start:start + size], pad, constant_values=np.inf)),
-            jnp.asarray(np.pad(labels[start:start + size], pad[0])),
-            jnp.arange(size) < count,
+            {
+                "label": jnp.asarray(np.pad(labels[start:start + size], pad[0])),
+                "mask": (jnp.arange(size) < count).astype(jnp.float32),
+            },
         ))  # fmt: skip
     got = classification.summarize(sums)
     assert got["examples"] == 23
@@ -60,7 +62,7 @@ def test_sums_are_exact_whatever_the_batches(size):
 
 def test_few_classes_are_all_within_five():
     sums = classification.evaluation_sums(
-        jnp.array([[0.0, 1.0]]), jnp.array([0]), jnp.array([True])
+        jnp.array([[0.0, 1.0]]), {"label": jnp.array([0]), "mask": jnp.array([1.0])}
     )
     assert (int(sums["top1"]), int(sums["top5"])) == (0, 1)
 

@@ -1,0 +1,292 @@
+"""Semantic segmentation: targets, main and auxiliary loss, mIoU.
+
+Letters: b images, h and w patch grid, n queries, c classes; `height` and `width` are pixels.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Integer
+
+from cropr_jax.layers import upsample
+from cropr_jax.models.vit import ViT
+from cropr_jax.tasks import classification
+
+Size = Sequence[int]
+Sums = dict[str, jax.Array]
+Targets = dict[str, jax.Array]
+
+BEST = "miou"
+# Label of pixels that neither loss nor metric counts.
+IGNORE = 255
+# Rows of full-size logits that exist at a time.
+ROWS = 16
+
+
+def targets(labels: Integer[Array, "b height width"], model: ViT) -> Targets:
+    """What the losses compare with.
+
+    Args:
+      labels: class of each pixel of the model's input, 255 where none counts.
+      model: whose patches there are.
+
+    Returns:
+      `pixels` int32 [b, height, width], for the main loss; and `grid` int32 [b, h*w], for all
+      auxiliary ones: the label of the top-left pixel of each patch, as PyTorch's 'nearest' picks it
+      (benbergner/cropr: segm/engine.py; that of `jax.image.resize` is another pixel).
+    """
+    rows, columns = model.patch
+    pixels = labels.astype(jnp.int32)
+    grid = pixels[:, ::rows, ::columns]
+    return {"pixels": pixels, "grid": grid.reshape(grid.shape[0], -1)}
+
+
+def predicted_targets(logits: Float[Array, "b h w c"], model: ViT) -> Targets:
+    """Targets that stand for the labels: the classes that a model predicts."""
+    return targets(upsample(logits, model.image_size).argmax(-1), model)
+
+
+def negative_log_likelihood(
+    logits: Float[Array, "*b c"], labels: Int[Array, "*b"]
+) -> Float[Array, "*b"]:
+    """Cross-entropy of each row, in float32; 0 where the label is 255."""
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    counted = labels != IGNORE
+    own = jnp.take_along_axis(log_p, jnp.where(counted, labels, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(counted, -own, 0.0)
+
+
+def cross_entropy(logits: Float[Array, "*b c"], labels: Int[Array, "*b"]) -> Float[Array, ""]:
+    """Mean cross-entropy over the rows that count; 0 if none does.
+
+    (The released code ends in NaN there, benbergner/cropr: segm/engine.py.)
+    """
+    counted = (labels != IGNORE).sum()
+    return negative_log_likelihood(logits, labels).sum() / jnp.maximum(counted, 1)
+
+
+def criterion(
+    logits: Float[Array, "b n c"], places: Int[Array, "b n"] | None, targets: Targets
+) -> Float[Array, ""]:
+    """Loss of an auxiliary head.
+
+    Args:
+      logits: of every query.
+      places: patch that each query predicts; None: they are all patches, in raster order.
+      targets: from `targets`.
+    """
+    grid = targets["grid"]
+    if places is not None:
+        grid = jnp.take_along_axis(grid, places, axis=1)
+    return cross_entropy(logits, grid)
+
+
+def losses(
+    logits: Float[Array, "b h w c"], extra: Mapping[str, Float[Array, ""]], targets: Targets
+) -> tuple[Float[Array, ""], Sums]:
+    """Main loss, on logits resized to the pixels, plus every loss of the reducers, weight 1 each.
+
+    Source: `benbergner/cropr: segm/engine.py`. With gradient accumulation the mean is over the
+    pixels of each micro-batch.
+
+    Args:
+      logits: of the main head, at the patch grid.
+      extra: losses of the reducers (`ViT.reducer_losses`).
+      targets: from `targets`.
+
+    Returns:
+      As `classification.losses`.
+    """
+    pixels = targets["pixels"]
+    main = cross_entropy(upsample(logits, (pixels.shape[1], pixels.shape[2])), pixels)
+    return classification.total(main, extra)
+
+
+def resize_matrix(
+    padded: int,
+    cells: int,
+    valid: Int[Array, "b"],
+    size: Int[Array, "b"],
+    largest: int,
+) -> Float[Array, "b largest cells"]:
+    """One axis of the way from the patch grid to the original image, as one matrix.
+
+    Bilinear from `cells` patches to the `padded` pixels of the input, cut to the first `valid` of
+    them, bilinear to the `size` pixels of the original image: all of it is linear. Both steps as
+    PyTorch's `interpolate` with `align_corners=False`; the second shrinks without antialiasing.
+
+    Args:
+      padded: pixels of the input, static.
+      cells: patches along this axis, static.
+      valid: pixels of each input that are no padding.
+      size: pixels of each original image; rows from there on are of no use.
+      largest: rows of the matrix, static.
+    """
+    grow = upsample(jnp.eye(cells)[None, :, None], (padded, 1))[0, :, 0]
+    place = (jnp.arange(largest) + 0.5) * (valid / size)[:, None] - 0.5
+    end = valid[:, None] - 1
+    place = jnp.clip(place, 0, end)
+    low = jnp.floor(place).astype(jnp.int32)
+    share = (place - low)[..., None]
+    return (1 - share) * grow[low] + share * grow[jnp.minimum(low + 1, end)]
+
+
+def by_rows(
+    reduce: Callable[..., Any],
+    logits: Float[Array, "b h w c"],
+    padded: Size,
+    valid: Int[Array, "b 2"],
+    size: Int[Array, "b 2"],
+    largest: Size,
+    *maps: Integer[Array, "b height width"],
+) -> Any:
+    """Applies a function to the logits of the original images, a few rows at a time.
+
+    Full-size logits of a batch would fill the memory (150 classes: 200 MB for a photo), and sizes
+    differ from image to image; here no shape depends on them.
+
+    Args:
+      reduce: of logits [b, rows, width, c] and the same rows of `maps`, to arrays [b, rows, width].
+      logits: at the patch grid.
+      padded: (height, width) of the input.
+      valid: of each input, the part that is no padding.
+      size: of each original image.
+      largest: (height, width) of the result.
+      *maps: of size `largest`.
+
+    Returns:
+      What `reduce` returns, [b, height, width]; beyond `size` it has no meaning.
+    """
+    height, width = largest
+    chunks = -(-height // ROWS)
+    rows = resize_matrix(padded[0], logits.shape[1], valid[:, 0], size[:, 0], chunks * ROWS)
+    columns = resize_matrix(padded[1], logits.shape[2], valid[:, 1], size[:, 1], width)
+    # Every class is compared with every other: products of half precision will not do.
+    exact = jax.lax.Precision.HIGHEST
+    wide = jnp.einsum("bxw,bhwc->bhxc", columns, logits, precision=exact)
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, chunks * ROWS - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, ROWS, *x.shape[2:]), 1, 0)
+
+    def one(parts: tuple[jax.Array, ...]) -> Any:
+        full = jnp.einsum("byh,bhxc->byxc", parts[0], wide, precision=exact)
+        return reduce(full, *parts[1:])
+
+    def join(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, width)[:, :height]
+
+    return jax.tree.map(join, jax.lax.map(one, (cut(rows), *map(cut, maps))))
+
+
+def label_maps(
+    logits: Float[Array, "b h w c"],
+    padded: Size,
+    valid: Int[Array, "b 2"],
+    size: Int[Array, "b 2"],
+    largest: Size,
+) -> Int[Array, "b height width"]:
+    """The class of every pixel of the original images; arguments as for `by_rows`."""
+    return by_rows(lambda full: full.argmax(-1), logits, padded, valid, size, largest)
+
+
+def confusion(
+    labels: Int[Array, "b height width"], predicted: Int[Array, "b height width"], classes: int
+) -> Int[Array, "classes classes"]:
+    """Pixels by label (row) and prediction (column), exact; pixels of label 255 are left out."""
+    cells = classes * classes
+    index = jnp.where(labels == IGNORE, cells, labels * classes + predicted)
+
+    def count(index: jax.Array) -> jax.Array:
+        return jnp.zeros(cells + 1, jnp.int32).at[index.reshape(-1)].add(1)
+
+    # Image by image, so that devices exchange nothing before the sum.
+    return jax.vmap(count)(index).sum(0)[:cells].reshape(classes, classes)
+
+
+def evaluation_sums(logits: Float[Array, "b h w c"], batch: Mapping[str, jax.Array]) -> Sums:
+    """Sums over the real examples of a batch, at the size of the original images.
+
+    The one-shot protocol of `benbergner/cropr: segm/utils/model_utils.py`: logits of the patch grid
+    to the pixels of the input, without its padding, to the pixels of the image.
+
+    Args:
+      logits: of the main head.
+      batch: `image`, `label` [b, height, width] in full, padded with 255, `size`, `valid`, `mask`.
+
+    Returns:
+      `count` of images, the `confusion` matrix (int32: a batch must have fewer than 2**31 pixels),
+      and the sum of `loss` over the pixels that count.
+    """
+    labels = jnp.where(batch["mask"][:, None, None] > 0, batch["label"].astype(jnp.int32), IGNORE)
+
+    def reduce(full: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return full.argmax(-1), negative_log_likelihood(full, labels)
+
+    _, *padded, _ = batch["image"].shape
+    _, *largest = labels.shape
+    places = batch["valid"], batch["size"]
+    predicted, loss = by_rows(reduce, logits, padded, *places, largest, labels)
+    return {
+        "count": (batch["mask"] > 0).sum(dtype=jnp.int32),
+        "confusion": confusion(labels, predicted, logits.shape[-1]),
+        "loss": loss.sum(),
+    }
+
+
+def _total_confusion(batches: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """int64 [c, c], over all batches."""
+    return np.sum([np.asarray(sums["confusion"], np.int64) for sums in batches], axis=0)
+
+
+def summarize(batches: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """`miou`, `macc`, `aacc` (fractions) and mean loss over all pixels of a split.
+
+    IoU and accuracy of a class are of the totals over all images; classes that neither occur nor
+    are predicted do not enter the means. Source: open-mmlab/mmsegmentation 0.x:
+    mmseg/core/evaluation/metrics.py.
+
+    Args:
+      batches: sums of `evaluation_sums`, on the host.
+
+    Raises:
+      ValueError: if no pixel was counted.
+    """
+    matrix = _total_confusion(batches)
+    if not matrix.sum():
+        raise ValueError("evaluation saw no labelled pixel: the split is empty or wholly ignored")
+    iou, accuracy = _scores(matrix)
+    return {
+        "miou": float(np.nanmean(iou)),
+        "macc": float(np.nanmean(accuracy)),
+        "aacc": float(np.diag(matrix).sum() / matrix.sum()),
+        "loss": sum(float(sums["loss"]) for sums in batches) / int(matrix.sum()),
+        "examples": sum(int(sums["count"]) for sums in batches),
+    }
+
+
+def per_class(batches: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None]]:
+    """`iou`, `accuracy` and share of the `pixels` of each class, None where there is none."""
+    matrix = _total_confusion(batches)
+    iou, accuracy = _scores(matrix)
+    share = matrix.sum(1) / matrix.sum()
+
+    def known(x: float) -> float | None:
+        return None if np.isnan(x) else float(x)
+
+    return [
+        {"iou": known(iou[k]), "accuracy": known(accuracy[k]), "pixels": float(share[k])}
+        for k in range(len(matrix))
+    ]
+
+
+def _scores(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """IoU and accuracy of each class, NaN where their denominator is 0."""
+    right, labelled, found = np.diag(matrix), matrix.sum(1), matrix.sum(0)
+    union = labelled + found - right
+    nan = np.full(len(matrix), np.nan)
+    iou = np.divide(right, union, out=nan.copy(), where=union > 0)
+    return iou, np.divide(right, labelled, out=nan.copy(), where=labelled > 0)
