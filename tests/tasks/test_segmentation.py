@@ -94,8 +94,9 @@ def test_grid_labels_are_those_of_the_authors(name):
     assert whole
     for grid in whole.values():
         patch = height // grid.shape[1], width // grid.shape[2]
-        sizes = {"width": 4, "depth": 1, "heads": 1, "num_classes": 2}
-        model = ViT((height, width), patch, schedule=Schedule(1), **sizes)
+        model = ViT(
+            (height, width), patch, width=4, depth=1, heads=1, num_classes=2, schedule=Schedule(1)
+        )
         made = segmentation.targets(jnp.asarray(labels), model)
         np.testing.assert_array_equal(made["grid"].reshape(grid.shape), grid)
         np.testing.assert_array_equal(made["pixels"], labels)
