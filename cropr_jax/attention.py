@@ -152,7 +152,7 @@ def col_mean(
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with biases on q, v and, unless told otherwise, k.
+    """Multi-head attention with biases on q, v and, unless told otherwise, k.
 
     Attributes:
       heads: number of heads.
@@ -174,9 +174,11 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "b t d"],
-        key_bias: Float[Array, "b t"] | None = None,
+        key_bias: Float[Array, "b s"] | None = None,
         angles: Float[Array, "b t a"] | None = None,
         policy: Float[Array, "b t"] | None = None,
+        source: Float[Array, "b s d"] | None = None,
+        source_angles: Float[Array, "b s a"] | None = None,
     ) -> tuple[Float[Array, "b t d"], dict[str, jax.Array]]:
         """Returns the attention output and what `needs` names.
 
@@ -185,7 +187,12 @@ class Attention(nn.Module):
           key_bias: float32, added to the logits of each key, over all heads and queries.
           angles: by which queries and keys are turned (`rope_angles`), 0 for prefix tokens.
           policy: see `attend_masked`, which then computes the output, without `key_bias`.
+          source: normalised tokens that keys and values are taken from, for cross-attention; by
+            default those of `x`.
+          source_angles: of these.
         """
+        if source is None:
+            source, source_angles = x, angles
         width = x.shape[-1]
         if width % self.heads:
             raise ValueError(f"width {width} is not divisible by {self.heads} heads")
@@ -195,16 +202,16 @@ class Attention(nn.Module):
             nn.DenseGeneral, (self.heads, head_width), dtype=self.dtype, kernel_init=xavier_init
         )
         query = project(name="query")(x)
-        key = project(name="key", use_bias=self.use_key_bias)(x)
-        value = project(name="value")(x)
+        key = project(name="key", use_bias=self.use_key_bias)(source)
+        value = project(name="value")(source)
         extras = {}
         if "k_mean" in self.needs:  # before the rotation: what a token holds, not where it stands
             extras["k_mean"] = lax.stop_gradient(key.astype(jnp.float32).mean(2))
         if "v_norm" in self.needs:
             values = lax.stop_gradient(value).astype(jnp.float32)
             extras["v_norm"] = jnp.linalg.norm(values, axis=-1).transpose(0, 2, 1)
-        if angles is not None:
-            query, key = rotate(query, angles), rotate(key, angles)
+        if angles is not None and source_angles is not None:
+            query, key = rotate(query, angles), rotate(key, source_angles)
         implementation = choose_attention(
             self.implementation,
             backend=jax.default_backend(),

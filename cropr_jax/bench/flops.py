@@ -13,6 +13,7 @@ ViT-L).
 import dataclasses
 import itertools
 
+from cropr_jax import fusion
 from cropr_jax.models.vit import ViT
 from cropr_jax.reducers.base import SiteSizes
 
@@ -39,17 +40,42 @@ class Macs:
 
 
 def block_macs(
-    tokens: int, width: int, hidden: int, mlp: str = "gelu", mlp_tokens: int | None = None
+    tokens: int,
+    width: int,
+    hidden: int,
+    mlp: str = "gelu",
+    mlp_tokens: int | None = None,
+    keys: int | None = None,
 ) -> Macs:
     """A transformer block: four projections, an MLP, and the two attention products.
 
     A GELU MLP has two kernels, a gated one three. It sees `mlp_tokens` where a site in the middle
-    of the block leaves fewer than `tokens`.
+    of the block leaves fewer than `tokens`. In cross-attention there are `keys`.
     """
     kernels = 2 if mlp == "gelu" else 3
     after = tokens if mlp_tokens is None else mlp_tokens
-    linear = 4 * tokens * width**2 + kernels * after * width * hidden
-    return Macs(linear, 2 * tokens**2 * width)
+    seen = tokens if keys is None else keys
+    linear = 2 * (tokens + seen) * width**2 + kernels * after * width * hidden
+    return Macs(linear, 2 * tokens * seen * width)
+
+
+def fusion_macs(model: ViT, kept: int, patches: int) -> Macs:
+    """The block that a fusion adds after the last one, and its further projection.
+
+    Args:
+      model: with the fusion.
+      kept: tokens that leave the last block.
+      patches: of the whole image.
+    """
+    if not model.schedule.sites or model.fusion not in fusion.NEW_BLOCKS:
+        return Macs()
+    new = fusion.NEW_BLOCKS[model.fusion]
+    everything = patches + model.prefix
+    learned = issubclass(new, fusion.CrossAttention)
+    queries = patches if learned else everything
+    keys = kept if learned and not new.sees_pruned else everything
+    macs = block_macs(queries, model.width, model.hidden, model.mlp, keys=keys)
+    return macs + Macs(patches * model.width**2 * model.extra_proj)
 
 
 def site_macs(model: ViT, tokens: int, after: int) -> Macs:
@@ -61,7 +87,7 @@ def site_macs(model: ViT, tokens: int, after: int) -> Macs:
 
 
 def breakdown(model: ViT) -> dict[str, Macs]:
-    """MACs of each part at inference: `patch_embed`, `block_0`, ..., `reducer_0`, ..., `head`.
+    """MACs of each part at inference: `patch_embed`, `block_0`, `reducer_0`, `fusion`, `head`.
 
     The model's own form counts: the slim one, or the full one, whose aggregators and auxiliary
     heads do not run outside training.
@@ -75,6 +101,7 @@ def breakdown(model: ViT) -> dict[str, Macs]:
     totals = (patches + model.prefix, *model.schedule.tokens(patches, model.prefix))
     for site, (tokens, after) in enumerate(itertools.pairwise(totals)):
         parts[f"reducer_{site}"] = site_macs(model, tokens, after)
+    parts["fusion"] = fusion_macs(model, totals[-1], patches)
     parts["head"] = Macs(model.head_inputs * model.width * model.num_classes)
     return parts
 

@@ -29,7 +29,7 @@ from cropr_jax.convert import architecture
 from cropr_jax.convert.load import load
 from cropr_jax.convert.timm import check_match
 from cropr_jax.errors import ConfigError
-from cropr_jax.fusion import FUSIONS
+from cropr_jax.fusion import POOLED_FUSIONS
 from cropr_jax.models.vit import ViT
 
 CROP_RATIO = 0.9  # shorter side 248 at 224, as the AugReg checkpoints are tested
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
         type=methods,
         help="by comma, '' for none; every method without parameters unless given",
     )
-    add("--fusion", type=cli.words, default=FUSIONS, help="by comma")
+    add("--fusion", type=cli.words, default=POOLED_FUSIONS, help="by comma")
     add("--heads", type=int, default=0, help="attention heads, if no known variant")
     add("--res", type=architecture.size, metavar="H[xW]", help="image size, if not the weights'")
     add("--mean", type=triple, default=(0.5,) * 3, help="of values in 0..1")

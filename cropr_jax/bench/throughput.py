@@ -251,7 +251,7 @@ def model_facts(model: ViT, form: str) -> Row:
     slim = jax.eval_shape(lambda tree: models.slim_params(model, tree), params)
     macs = flops.count(model.clone(slim=form == "slim"))
     return {
-        "fusion": "llf" if model.fused else "none",
+        "fusion": model.fusion if model.schedule.sites else "none",
         "macs_linear": macs.linear,
         "macs_all": macs.all,
         "params_full": models.count(params),

@@ -12,7 +12,7 @@ from cropr_jax.bench import spec
 from cropr_jax.convert import architecture
 from cropr_jax.convert.load import open_source
 from cropr_jax.errors import ConfigError, ScheduleError
-from cropr_jax.fusion import FUSIONS
+from cropr_jax.fusion import POOLED_FUSIONS
 from cropr_jax.models.vit import ViT
 from cropr_jax.reducers.registry import REDUCERS
 
@@ -90,7 +90,7 @@ def plan(
     fields: Mapping[str, Any],
     reductions: Sequence[str],
     rates: Sequence[tuple[str, int]],
-    fusions: Sequence[str] = FUSIONS,
+    fusions: Sequence[str] = POOLED_FUSIONS,
 ) -> tuple[dict[Variant, ViT], dict[Variant, str]]:
     """All rows, the unpruned one first, then by schedule, method and fusion.
 

@@ -17,7 +17,7 @@ from cropr_jax.convert.messages import listed, shown
 from cropr_jax.convert.sources import Source
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
-from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.reducers.registry import method
 
 # Parameters that may start fresh, and those of a file that may be left.
 OPTIONAL = ("reducer_", "head/", "fc_norm/", "norm/")
@@ -115,7 +115,7 @@ def check_counts(source: Source, model: ViT) -> None:
     Raises:
       ConfigError: naming the site and both numbers.
     """
-    axes = {} if model.reduction == "none" else REDUCERS[model.reduction].count_axes
+    axes = {} if model.reduction == "none" else method(model.reduction).count_axes
     left = model.schedule.patches(model.grid[0] * model.grid[1])
     for site, (block, count) in enumerate(zip(model.schedule.blocks, left, strict=True)):
         for name, axis in axes.items():

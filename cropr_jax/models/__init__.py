@@ -16,7 +16,7 @@ from cropr_jax.models.blocks import MLPS, POOLS
 from cropr_jax.models.segmenter import Segmenter
 from cropr_jax.models.vit import VARIANTS, ViT
 from cropr_jax.reducers.base import Reducer
-from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.reducers.registry import OF_FUSIONS, REDUCERS, method
 from cropr_jax.schedule import Schedule
 
 SCHEDULES = ("per_block", "three_stage", "aggressive")
@@ -58,7 +58,7 @@ def make_schedule(
       depth: number of blocks.
       patches: patch tokens at the start.
       prefix: prefix tokens.
-      fusion: whether Last Layer Fusion is on.
+      fusion: whether pruned tokens come back: then nothing is pruned after the last block but one.
 
     Raises:
       ConfigError: on an unknown name.
@@ -120,15 +120,16 @@ def check_heads(fields: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def check_positions(model: ViT, reducer: Reducer) -> None:
-    """Refuses Last Layer Fusion and rotary embeddings with methods that cannot serve them.
+    """Refuses fusion and rotary embeddings with methods that cannot serve them.
 
     Raises:
       ConfigError: naming the field.
     """
-    if model.fusion == "llf" and reducer.refuses_fusion:
+    if model.fusion != "none" and reducer.refuses_fusion:
+        instead = "another method" if isinstance(model, Segmenter) else "'none'"
         raise ConfigError(
             f"config.model.reduction.fusion: {model.reduction!r} {reducer.refuses_fusion}, so "
-            "pruned tokens cannot be put back; use 'none'"
+            f"pruned tokens cannot be put back; use {instead}"
         )
     if model.rope_reference is not None and not reducer.keeps_positions:
         raise ConfigError(
@@ -170,30 +171,63 @@ def check_caps(model: ViT, reducer: Reducer, rate: int, remake: Callable[[int], 
     )
 
 
-def check_dense(fields: dict[str, Any], name: str, fusion: str, grid: tuple[int, int]) -> None:
+def check_queries(fields: dict[str, Any], grid: tuple[int, int]) -> None:
     """Sets the queries of a model that predicts at every patch: one for each.
 
     Args:
       fields: of the model.
-      name: of its reduction method.
-      fusion: of its pruned tokens.
       grid: (h, w) of the patches.
 
     Raises:
-      ConfigError: if other queries were asked for, or pruned patches would have no prediction.
+      ConfigError: if others were asked for.
     """
     patches = grid[0] * grid[1]
-    queries = fields.setdefault("num_queries", patches)
-    if queries != patches:
+    if fields.setdefault("num_queries", patches) != patches:
         raise ConfigError(
-            f"config.model.num_queries: found {queries}, but with head='segmentation' each query "
-            f"predicts one of the {patches} patches; leave it out"
+            f"config.model.num_queries: found {fields['num_queries']}, but with "
+            f"head='segmentation' each query predicts one of the {patches} patches; leave it out"
         )
-    if name != "none" and fusion == "none":
+
+
+def choose_reduction(reduction: Mapping[str, Any], head: str) -> tuple[str, str]:
+    """Method and fusion of a config.
+
+    Args:
+      reduction: of the config.
+      head: of the model.
+
+    Raises:
+      ConfigError: on an unknown name, or two that do not go together.
+    """
+    field = "model.reduction.fusion"
+    fusion = choose(field, reduction.get("fusion", "llf"), fusions.FUSIONS)
+    name = reduction.get("name", fusion if fusion in OF_FUSIONS else "none")
+    if name not in OF_FUSIONS:
+        choose("model.reduction.name", name, ("none", *sorted(REDUCERS)))
+    if (name in OF_FUSIONS or fusion in OF_FUSIONS) and name != fusion:
+        brings, found = (fusion, name) if fusion in OF_FUSIONS else (name, fusion)
         raise ConfigError(
-            "config.model.reduction.fusion: found 'none', but head='segmentation' predicts at "
-            f"pruned patches too; expected one of {', '.join(map(repr, fusions.FUSIONS[:-1]))}"
+            f"config.model.reduction: the fusion {brings!r} prunes by its own heads' confidence, "
+            f"so that it goes with no other method and its method with no other fusion, found "
+            f"{found!r}; leave out the name, or set both to {brings!r}"
         )
+    if head == "classification" and fusion not in fusions.POOLED_FUSIONS:
+        raise ConfigError(
+            f"config.{field}: {fusion!r} restores the image for a head that predicts at every "
+            "patch (model.head='segmentation'); for classification use 'llf' or 'none'"
+        )
+    if name == "none" and fusion not in fusions.POOLED_FUSIONS:
+        raise ConfigError(
+            f"config.model.reduction.name: found 'none', which prunes nothing that {fusion!r} "
+            "could put back; set a method, or leave out the fusion"
+        )
+    if name != "none" and head == "segmentation" and fusion == "none":
+        expected = ", ".join(map(repr, fusions.DENSE_FUSIONS))
+        raise ConfigError(
+            f"config.{field}: found 'none', but head='segmentation' predicts at pruned patches "
+            f"too; expected one of {expected}"
+        )
+    return name, fusion
 
 
 def create(config: Mapping[str, Any]) -> ViT:
@@ -224,22 +258,21 @@ def create(config: Mapping[str, Any]) -> ViT:
         fields["rope_reference"] = pair(fields["rope_reference"])
     prefix = fields.get("prefix", 1)
 
-    reduction: dict[str, Any] = {"name": "none"} | dict(fields.pop("reduction", {}))
+    reduction: dict[str, Any] = dict(fields.pop("reduction", {}))
     options = dict(reduction.get("options", {}))
     check_heads(fields, options)
-    name = choose("model.reduction.name", reduction["name"], ("none", *sorted(REDUCERS)))
-    fusion = choose("model.reduction.fusion", reduction.get("fusion", "llf"), fusions.FUSIONS)
+    name, fusion = choose_reduction(reduction, head)
+    if head == "segmentation":
+        check_queries(fields, grid)
     remake = functools.partial(
         make_schedule,
         reduction.get("schedule", "per_block"),
         depth=fields["depth"],
         patches=grid[0] * grid[1],
         prefix=prefix,
-        fusion=fusion == "llf",
+        fusion=fusion != "none",
     )
     schedule = Schedule(fields["depth"]) if name == "none" else remake(reduction["rate"])
-    if head == "segmentation":
-        check_dense(fields, name, fusion, grid)
     try:
         model = HEADS[head](
             image_size=image_size,
@@ -297,7 +330,7 @@ def slim_params(model: ViT, params: Mapping[str, Any]) -> dict[str, Any]:
     slimmed = {}
     for name, value in params.items():
         if name.startswith("reducer_"):
-            value = REDUCERS[model.reduction].slim_params(value)
+            value = method(model.reduction).slim_params(value)
         slimmed[name] = value
     return slimmed
 

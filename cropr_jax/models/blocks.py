@@ -69,17 +69,33 @@ class Block(nn.Module):
             self.heads, self.use_key_bias, self.needs, self.prefix, self.attention, self.dtype
         )
         self.norm2 = LayerNorm(dtype=self.dtype)
+        self.norm_source = LayerNorm(dtype=self.dtype)
         if self.layer_scale is not None:
             self.layer_scale1 = LayerScale(self.layer_scale, self.dtype)
             self.layer_scale2 = LayerScale(self.layer_scale, self.dtype)
 
     def attend(
-        self, tokens: Tokens, draw: Float[Array, "b"] | None
+        self, tokens: Tokens, draw: Float[Array, "b"] | None, source: Tokens | None = None
     ) -> tuple[Tokens, dict[str, jax.Array]]:
-        """Attention branch. Returns tokens and what `needs` names."""
-        branch, extras = self.attn(
-            self.norm1(tokens.x), tokens.key_bias(), self.angles(tokens), tokens.policy
-        )
+        """Attention branch. Returns tokens and what `needs` names.
+
+        Args:
+          tokens: the queries.
+          draw: for drop path.
+          source: what keys and values of cross-attention are taken from, under a norm of its own;
+            by default `tokens`.
+        """
+        x, angles = self.norm1(tokens.x), self.angles(tokens)
+        if source is None:
+            branch, extras = self.attn(x, tokens.key_bias(), angles, tokens.policy)
+        else:
+            branch, extras = self.attn(
+                x,
+                source.key_bias(),
+                angles,
+                source=self.norm_source(source.x),
+                source_angles=self.angles(source),
+            )
         if self.layer_scale is not None:
             branch = self.layer_scale1(branch)
         return tokens.replace(x=tokens.x + drop_path(branch, self.drop_path, draw)), extras

@@ -6,10 +6,12 @@ decoder, as in benbergner/cropr: segm/segmenter.py.
 Letters: b batch, h and w patch grid, m = h*w patch tokens, d width, c classes.
 """
 
+from collections.abc import Sequence
+
 import jax
 from jaxtyping import Array, Float
 
-from cropr_jax import routing
+from cropr_jax import fusion, routing
 from cropr_jax.layers import LayerNorm
 from cropr_jax.models.vit import ViT
 from cropr_jax.tokens import Tokens
@@ -30,14 +32,24 @@ class Segmenter(ViT):
 
     @property
     def head_inputs(self) -> int:
-        return self.grid[0] * self.grid[1]
+        patches = self.grid[0] * self.grid[1]
+        left = self.schedule.patches(patches)
+        return left[-1] if self.fusion == "dtop" and left else patches
 
-    def predict(self, tokens: Tokens) -> tuple[Float[Array, "b h w c"], dict[str, jax.Array]]:
-        """Logits, and `normed` [b, m, d], which are the `pre_logits`, in raster order."""
+    def predict(
+        self, tokens: Tokens, pruned: Sequence[Tokens]
+    ) -> tuple[Float[Array, "b h w c"], dict[str, jax.Array]]:
+        """Logits, and `normed` [b, m, d], which are the `pre_logits`.
+
+        These stand in the order in which `fusion` leaves the tokens; with 'dtop' they are of the
+        kept ones alone.
+        """
+        x = tokens.x[:, tokens.prefix :]
+        normed = LayerNorm(dtype=self.dtype, name=self.head_norm)(x)
+        predicted = tokens.replace(x=self.project(normed), prefix=0)
         if self.schedule.sites:
-            tokens = routing.raster_order(tokens)
-        patches = tokens.x[:, tokens.prefix :]
-        normed = LayerNorm(dtype=self.dtype, name=self.head_norm)(patches)
-        logits = self.project(normed)
-        logits = logits.reshape(logits.shape[0], *self.grid, -1)
+            if self.fusion == "dtop":
+                predicted = fusion.logit_fusion(predicted, pruned)
+            predicted = routing.raster_order(predicted)
+        logits = predicted.x.reshape(x.shape[0], *self.grid, -1)
         return logits, {"normed": normed, "pre_logits": normed}

@@ -4,7 +4,7 @@ Letters: b batch, p prefix tokens, m = h*w patch tokens, t tokens, d width, c cl
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from cropr_jax.layers import Dtype, LayerNorm, sincos_positions
 from cropr_jax.models.blocks import Block, PatchEmbed, pool
 from cropr_jax.reducers import Context, Criterion, Reducer
 from cropr_jax.reducers.distillation import Prediction
-from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.reducers.registry import method
 from cropr_jax.schedule import Schedule
 from cropr_jax.tokens import Tokens, from_features
 
@@ -65,10 +65,11 @@ class ViT(nn.Module):
       drop_path: rate of the last block of the linear rule; the first block has 0.
       drop_path_last_block: rate of the last block. The released code sets 0 whenever Cropr is on,
         so that fusion is never skipped; the unpruned model keeps `drop_path`.
-      reduction: name in `cropr_jax.reducers.registry.REDUCERS`, or 'none'.
+      reduction: name for `cropr_jax.reducers.registry.method`, or 'none'.
       reducer: further arguments of the reducer, as (name, value) pairs.
       schedule: sites and counts.
-      fusion: 'llf' or 'none'.
+      fusion: see `cropr_jax.fusion`.
+      extra_proj: of a fusion with a new block (`fusion.NewBlock`).
       num_queries: n of every site.
       head_init_std: of the classification head; 0.02 as released, 2e-5 in MAE's fine-tuning.
       remat: recompute block activations in the backward pass.
@@ -96,6 +97,7 @@ class ViT(nn.Module):
     reduction: str = "none"
     reducer: tuple[tuple[str, Any], ...] = ()
     fusion: str = "none"
+    extra_proj: bool = True
     num_queries: int = 1
     head_init_std: float = 0.02
     remat: bool = False
@@ -165,7 +167,7 @@ class ViT(nn.Module):
     @nn.nowrap
     def make_reducer(self, **kwargs: Any) -> Reducer:
         """The reducer of one site."""
-        return REDUCERS[self.reduction](
+        return method(self.reduction)(
             num_outputs=self.num_classes,
             num_queries=self.num_queries,
             slim=self.slim,
@@ -184,7 +186,7 @@ class ViT(nn.Module):
         """
         if self.reduction == "none":
             return {}
-        return REDUCERS[self.reduction].losses(out["sites"], criterion)
+        return method(self.reduction).losses(out["sites"], criterion)
 
     @nn.nowrap
     def distillation_losses(self, student: Prediction, teacher: Prediction) -> dict[str, jax.Array]:
@@ -282,7 +284,7 @@ class ViT(nn.Module):
                 back = latest.recover(tokens, i)
                 recovered += [] if back is None else [back]
 
-        logits, last = self.predict(tokens)
+        logits, last = self.predict(self.fuse(tokens, pruned), pruned)
         out = {
             "auxiliary": tuple(site["auxiliary"] for site in sites if "auxiliary" in site),
             "sites": tuple(sites),
@@ -344,8 +346,26 @@ class ViT(nn.Module):
             **extras,
         )
 
-    def predict(self, tokens: Tokens) -> tuple[Float[Array, "b *places c"], dict[str, jax.Array]]:
+    def fuse(self, tokens: Tokens, pruned: Sequence[Tokens]) -> Tokens:
+        """What fusion does after the last block."""
+        if not self.schedule.sites:
+            return tokens
+        if self.fusion == "token_concat":
+            return fusion.token_concat(tokens, pruned)
+        if self.fusion in fusion.NEW_BLOCKS:
+            new = fusion.NEW_BLOCKS[self.fusion]
+            block = self.make_block(parent=None)
+            return new(block, self.extra_proj, self.dtype, name="fusion")(tokens, pruned)
+        return tokens
+
+    def predict(
+        self, tokens: Tokens, pruned: Sequence[Tokens]
+    ) -> tuple[Float[Array, "b *places c"], dict[str, jax.Array]]:
         """Logits, and `pooled`, `normed` and `pre_logits` (see `__call__`).
+
+        Args:
+          tokens: after fusion.
+          pruned: of every site, for heads that predict for them.
 
         The head sees the pooled features normalised; with pool='cls' the norm comes before pooling.
         """

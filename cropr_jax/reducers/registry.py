@@ -5,6 +5,7 @@ from cropr_jax.reducers.ats import ATS
 from cropr_jax.reducers.attn_topk import AttnTopK
 from cropr_jax.reducers.base import Reducer
 from cropr_jax.reducers.dpc_knn import DPCKNN
+from cropr_jax.reducers.dtop import DToP
 from cropr_jax.reducers.dynamicvit import DynamicViT
 from cropr_jax.reducers.evit import EViT
 from cropr_jax.reducers.kmedoids import KMedoids
@@ -32,3 +33,10 @@ REDUCERS: dict[str, type[Reducer]] = {
     "tome": ToMe,
     "variance": Variance,
 }
+# Methods that are no choice of their own: a fusion of that name brings them along.
+OF_FUSIONS: dict[str, type[Reducer]] = {"dtop": DToP}
+
+
+def method(name: str) -> type[Reducer]:
+    """The method of a model, by its attribute `reduction`."""
+    return (REDUCERS | OF_FUSIONS)[name]

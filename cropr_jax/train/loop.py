@@ -28,8 +28,7 @@ from cropr_jax.data.sources import open_source
 from cropr_jax.errors import ConfigError
 from cropr_jax.explain import explain
 from cropr_jax.inference import Predictor
-from cropr_jax.reducers import Pruner
-from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.reducers import Pruner, registry
 from cropr_jax.train import checkpoints, initial, optimizer, recipe, routers, sharding
 from cropr_jax.train.checkpoints import Checkpoints
 from cropr_jax.train.logging import Logger, say, table
@@ -290,7 +289,7 @@ def _draw(workdir: Path, run: Run, params: dict[str, Any]) -> None:
     """
     resolved = run.recipe
     model = resolved.model
-    prunes = model.schedule.removed and issubclass(REDUCERS[model.reduction], Pruner)
+    prunes = model.schedule.removed and issubclass(registry.method(model.reduction), Pruner)
     if not prunes or jax.process_count() > 1:
         return
     name, split = next(iter(resolved.config["data"]["eval"].items()))

@@ -23,7 +23,7 @@ from cropr_jax.convert import resample
 from cropr_jax.data import pipeline
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
-from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.reducers import registry
 from cropr_jax.train import logging, optimizer, routers, schedules, sharding
 from cropr_jax.train.mixup import MixupConfig
 from cropr_jax.train.step import Step
@@ -406,7 +406,7 @@ def _reduction(values: Mapping[str, Any]) -> str:
     """The method in words, with those options that are not its own defaults."""
     if values["name"] == "none":
         return "none"
-    method = REDUCERS[values["name"]]
+    method = registry.method(values["name"])
     before = {"schedule": "", "rate": "R ", "fusion": "fusion "}
     words = [values["name"], *(f"{word}{values[k]}" for k, word in before.items() if k in values)]
     words += [

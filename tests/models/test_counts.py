@@ -5,6 +5,7 @@ import pytest
 from conftest import load_fixture
 
 from cropr_jax import models
+from cropr_jax.fusion import DENSE_FUSIONS
 
 # Parameters with 1000 classes: unpruned, then for the paper's pruning rate with and without LLF the
 # training form and the slim form.
@@ -66,6 +67,41 @@ def test_parameters_of_the_released_code():
     assert found == ours
 
 
+# Of the segmenter of the paper's Table "fusion", by fusion. A new block has a further projection.
+FUSED = {
+    "llf": 304_393_302,
+    "cross_attn": 319_093_502,
+    "token_concat": 304_393_302,
+    "cross_attn_concat": 319_093_502,
+    "mhsa_concat": 318_042_878,
+    "dtop": 307_820_858,
+}
+
+
+def create_segmenter(**reduction):
+    return models.create(
+        {"name": "eva02", "variant": "l", "head": "segmentation", "image_size": 512, "patch": 16}
+        | {"num_classes": 150, "reduction": reduction}
+    )
+
+
+def test_parameters_of_the_segmenter():
+    assert counts(create_segmenter(name="none")) == (304_393_302, 304_393_302)
+    cropr = create_segmenter(name="cropr", rate=40)
+    assert counts(cropr) == (515_596_602, 304_415_830)
+    assert tokens(cropr) == tuple(range(984, 143, -40))
+
+
+@pytest.mark.parametrize("fusion", FUSED)
+def test_parameters_of_fusions(fusion):
+    # A method without parameters beside it, but for DToP, which brings its own.
+    method = {} if fusion == "dtop" else {"name": "random"}
+    model = create_segmenter(rate=40, fusion=fusion, **method)
+    assert set(FUSED) == set(DENSE_FUSIONS)
+    assert models.count(models.abstract_params(model)) == FUSED[fusion]
+    assert tokens(model) == tuple(range(984, 143, -40))
+
+
 def tokens(model):
     height, width = model.grid
     return model.schedule.tokens(height * width, model.prefix)
@@ -87,3 +123,19 @@ def test_tokens_of_the_released_code():
         variant, rate = name.split()[0][-1].lower(), int(name.split()[1].removeprefix("R="))
         fusion = "none" if "no LLF" in name else "llf"
         assert tokens(create(variant, rate, fusion)) == tuple(left), name
+
+
+@pytest.mark.parity
+def test_segmenters_of_the_released_code():
+    _, reference = load_fixture("reference_counts")
+    unpruned, cropr = create_segmenter(name="none"), create_segmenter(name="cropr", rate=40)
+    ours = {"unpruned": counts(unpruned)[0], "with auxiliary heads": counts(cropr)[0]}
+    cases = {name: n for name, n in reference["parameters"].items() if name.startswith("EVA-02-L")}
+    assert cases
+    for name, expected in cases.items():
+        assert ours[next(form for form in ours if form in name)] == expected, name
+    left = reference["tokens_left_after_each_module_incl_cls"]
+    cases = {name: n for name, n in left.items() if name.startswith("EVA-02-L")}
+    assert cases
+    for name, expected in cases.items():
+        assert tokens(cropr) == tuple(expected), name
