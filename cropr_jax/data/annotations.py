@@ -60,7 +60,7 @@ class Legend:
         Raises:
           ConfigError: an id that is not in the legend.
         """
-        labels = self._table[mask]
+        labels = self._table.take(mask)
         if (labels == _UNKNOWN).any():
             found = np.unique(mask[labels == _UNKNOWN]).tolist()
             shifted = " Were its ids changed to labels before?" if found == [IGNORE] else ""

@@ -48,13 +48,13 @@ def distort(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def scale_saturation(image: np.ndarray, factor: float) -> np.ndarray:
     """Multiplies the saturation of a uint8 image [h, w, 3], by way of 8-bit HSV."""
     hue, saturation, value = rgb_to_hsv(image)
-    return hsv_to_rgb(hue, _ramp(factor, 0.0)[saturation], value)
+    return hsv_to_rgb(hue, _ramp(factor, 0.0).take(saturation), value)
 
 
 def shift_hue(image: np.ndarray, steps: int) -> np.ndarray:
     """Turns the hue of a uint8 image [h, w, 3] by `steps` of two degrees, by way of 8-bit HSV."""
     hue, saturation, value = rgb_to_hsv(image)
-    return hsv_to_rgb(((np.arange(_HUES) + steps) % _HUES)[hue], saturation, value)
+    return hsv_to_rgb(((np.arange(_HUES) + steps) % _HUES).take(hue), saturation, value)
 
 
 def rgb_to_hsv(image: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -67,13 +67,13 @@ def rgb_to_hsv(image: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     spread = value - np.minimum(np.minimum(red, green), blue)
     by_value, by_spread = _divisions()
     # Fixed point with 12 bits, rounded.
-    saturation = (spread * by_value[value] + 2048) >> 12
+    saturation = (spread * by_value.take(value) + 2048) >> 12
     hue = np.where(
         value == red,
         green - blue,
         np.where(value == green, blue - red + 2 * spread, red - green + 4 * spread),
     )
-    hue = (hue * by_spread[spread] + 2048) >> 12
+    hue = (hue * by_spread.take(spread) + 2048) >> 12
     hue += _HUES * (hue < 0)
     return hue, saturation, value
 
@@ -115,7 +115,8 @@ def _shares() -> np.ndarray:
 
 
 def _linear(image: np.ndarray, factor: float, offset: float) -> np.ndarray:
-    return _ramp(factor, offset)[image]
+    # Take is twice as fast as indexing.
+    return _ramp(factor, offset).take(image)
 
 
 def _ramp(factor: float, offset: float) -> np.ndarray:

@@ -185,10 +185,11 @@ def numbers(preprocess: Mapping[str, Any], name: str, length: int) -> tuple:
     """The field `name` of `config.preprocess` (after a dot, of its section) as a tuple.
 
     Raises:
-      ConfigError: no tuple or list of that length, naming the field.
+      ConfigError: no tuple or list of that many numbers, naming the field.
     """
     value = preprocess[name.rpartition(".")[2]]
-    if not isinstance(value, tuple | list) or len(value) != length:
+    listed = isinstance(value, tuple | list) and len(value) == length
+    if not listed or not all(isinstance(number, int | float) for number in value):
         raise ConfigError(
             f"config.preprocess.{name} is {value!r}, expected {length} numbers in a tuple."
         )

@@ -62,6 +62,7 @@ def test_a_window_is_that_part_of_the_whole(size):
         ((480, 360), (176, 240), (176, 132)),
         ((3, 3000), (64, 64), (1, 64)),
         ((64, 64), (64, 64), (64, 64)),
+        ((37, 50), (32, 32), (24, 32)),
     ],
 )
 def test_fitted_lies_inside_and_touches(size, res, expected):

@@ -200,6 +200,7 @@ def test_evaluation_normalises_before_it_pads():
         ({"mean": (0.5,)}, "mean"),
         ({"train": {"resize_base": 512}}, r"train\.resize_base is 512"),
         ({"train": {"resize_base": (0, 512)}}, r"train\.resize_base"),
+        ({"train": {"ratio_range": ("low", 2.0)}}, r"train\.ratio_range is .*2 numbers"),
         ({"train": {"ratio_range": (2.0, 0.5)}}, r"train\.ratio_range.*smaller one first"),
         ({"train": {"cat_max_ratio": 75}}, r"train\.cat_max_ratio is 75"),
     ],
@@ -212,10 +213,7 @@ def test_bad_fields_are_named(change, field):
 @pytest.mark.parity
 @pytest.mark.parametrize("name", fixture_names("segm_inference"))
 def test_padding_and_cropping_are_the_released_ones(name):
-    arrays, meta = load_fixture(name)
-    for case in meta["config"]["cases"]:
-        window = case["window"]
-        assert resize.fitted(tuple(case["ori_shape"]), (window, window)) == tuple(case["img_shape"])
+    arrays, _ = load_fixture(name)
     image = arrays["in/unpadded"][0].transpose(1, 2, 0)
     for key in (key for key in arrays if key.startswith("out/padded")):
         padded = arrays[key][0].transpose(1, 2, 0)
