@@ -77,14 +77,31 @@ def test_results_are_clipped_and_cut_to_integers(factor, offset, expected):
     assert photometric._linear(image, factor, offset).tolist() == expected
 
 
-def test_each_distortion_comes_half_the_time():
+def test_brightness_and_contrast_come_half_the_time_and_in_their_ranges():
+    # Grey has no hue and no saturation.
+    grey = np.full((1, 1, 3), 100, np.uint8)
+    found = np.array(
+        [photometric.distort(grey, np.random.default_rng(seed))[0, 0] for seed in range(4000)]
+    )
+    assert (found == found[:, :1]).all()
+    found = found[:, 0]
+    assert 0.24 < (found == 100).mean() < 0.28, "neither of the two: a quarter"
+    assert 34 <= found.min() < 38 and 192 < found.max() <= 198, "(100 -+ 32) x (0.5 to 1.5)"
+    black = [
+        photometric.distort(np.zeros((1, 1, 3), np.uint8), np.random.default_rng(seed)).max()
+        for seed in range(1500)
+    ]
+    assert 40 < max(black) <= 48, "32 x 1.5: contrast comes after brightness"
+
+
+def test_every_part_is_left_out_half_the_time():
     image = random_image()
     changed = [
         (photometric.distort(image, np.random.default_rng(seed)) != image).any()
-        for seed in range(200)
+        for seed in range(400)
     ]
     # Nothing happens where all four coins say no: 1 in 16.
-    assert 0.85 < np.mean(changed) < 0.99
+    assert 0.91 < np.mean(changed) < 0.965
     one, two = (photometric.distort(image, np.random.default_rng(3)) for _ in range(2))
     np.testing.assert_array_equal(one, two)
     assert one.dtype == np.uint8 and one.shape == image.shape

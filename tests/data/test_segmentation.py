@@ -144,6 +144,26 @@ def test_crops_avoid_one_class():
     assert mixed > 3 * free > 0
 
 
+def test_the_first_crop_of_mixed_classes_is_taken():
+    taken = []
+    for seed in range(60):
+        blocks = np.random.default_rng(seed).choice([0, 0, 0, 1, 2, 255, 255], (6, 6))
+        label = np.repeat(np.repeat(blocks, 10, 0), 10, 1).astype(np.uint8)
+        other = np.random.default_rng(seed)
+        windows = [
+            (*(int(other.integers(0, 40, endpoint=True)) for _ in range(2)), 20, 20)
+            for _ in range(11)
+        ]
+        counts = np.array([crop_counts(label, window)[:3] for window in windows])
+        mixed = ((counts > 0).sum(1) > 1) & (counts.max(1) < 0.75 * counts.sum(1))
+        number = next((i for i in range(10) if mixed[i]), 10)
+        rng = np.random.default_rng(seed)
+        found = segmentation.random_crop(label, (60, 60), (20, 20), 0.75, rng)
+        assert found == windows[number]
+        taken.append(number)
+    assert 0 in taken and max(taken) >= 3
+
+
 def test_a_crop_of_one_class_is_taken_in_the_end():
     for value in (3, 255):
         label = np.full((50, 20), value, np.uint8)
