@@ -118,14 +118,14 @@ class Traceable:
         (batch,) = jax.export.symbolic_shape(BATCH)
         shape = (batch, *predictor.model.image_size, 3)
         self.images = jax.ShapeDtypeStruct(shape, np.dtype(input))
-        classes = predictor.model.num_classes
+        logits = jax.eval_shape(self, self.leaves, self.images).shape[1:]
         self.metadata = {
             "made_by": "cropr_jax",
             "layout": LAYOUT,
             "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {"cropr_jax": __version__, "jax": jax.__version__},
             "input": {"shape": [BATCH, *shape[1:]], "dtype": input, "values": INPUTS[input]},
-            "output": {"shape": [BATCH, classes], "dtype": "float32", "values": "logits"},
+            "output": {"shape": [BATCH, *logits], "dtype": "float32", "values": "logits"},
             "preprocess": predictor.preprocess,
             "class_names": list(predictor.class_names),
             "tokens": tokens_after(predictor.model),
@@ -133,7 +133,7 @@ class Traceable:
         }
 
     def __call__(self, leaves: Sequence[jax.Array], images: jax.Array) -> jax.Array:
-        """Float32 logits [b, c]."""
+        """Float32 logits [b, c], of segmentation [b, h, w, c]."""
         flat = dict(zip(self.names, leaves, strict=True))
         params = traverse_util.unflatten_dict(flat, sep="/")
         return inference.forward(self._model, self._normalize, (), params, images)[0]

@@ -1,5 +1,7 @@
 """The predictor: the slim form of a model, compiled once for each shape.
 
+For segmentation see `cropr_jax.segment`, whose predictor `load` then returns.
+
     import cropr_jax
     predictor = cropr_jax.load("runs/digits")
     logits = predictor(images)                                   # [b, c]
@@ -16,7 +18,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +26,19 @@ import numpy as np
 
 from cropr_jax import models, rng
 from cropr_jax.errors import CheckpointError, ConfigError
+from cropr_jax.models.segmenter import Segmenter
 from cropr_jax.models.vit import ViT
 from cropr_jax.slim import cast_params, slim_leaves
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # What `predict` returns beside the logits, where the method has it.
 OUTPUTS = ("kept", "pruned", "pruned_after", "group")
 
 
 class Predictor:
-    """Classifies images with a pruned model.
+    """Classifies images with a pruned model, or, of segmentation, their patches.
 
     Attributes:
       model: slim form.
@@ -82,7 +88,7 @@ class Predictor:
         return cls(*models.slim(model, params), preprocess, class_names)
 
     def __call__(self, images: Any, *, preprocess: bool = False) -> jax.Array:
-        """Float32 logits [b, c]; arguments as for `predict`."""
+        """Float32 logits [b, c], of segmentation [b, h, w, c]; arguments as for `predict`."""
         return self._run(images, preprocess, ())[0]
 
     def predict(self, images: Any, *, preprocess: bool = False) -> tuple[jax.Array, dict[str, Any]]:
@@ -95,11 +101,11 @@ class Predictor:
           preprocess: resize, crop and normalise first, as in evaluation.
 
         Returns:
-          Float32 logits [b, c], and a dict: `kept` and `pruned`, raster indices int32 of each site
-          in descending order of score, -1 for a token that is no single patch; `pruned_after` int32
-          [b, h, w], the block (from 1) after which each patch was pruned, 0 where it was kept;
-          `group` int32 [b, h, w], which of the last patch tokens holds each patch, of methods that
-          merge. What a method does not have is missing.
+          Float32 logits [b, c], of segmentation [b, h, w, c], and a dict: `kept` and `pruned`,
+          raster indices int32 of each site in descending order of score, -1 for a token that is no
+          single patch; `pruned_after` int32 [b, h, w], the block (from 1) after which each patch
+          was pruned, 0 where it was kept; `group` int32 [b, h, w], which of the last patch tokens
+          holds each patch, of methods that merge. What a method does not have is missing.
 
         Raises:
           ValueError: if the images have another size or type.
@@ -134,22 +140,10 @@ class Predictor:
         Raises:
           ConfigError: without `preprocess` settings, or on a file that cannot be read.
         """
-        from PIL import Image
+        from cropr_jax.data.preprocess import eval_image
 
-        from cropr_jax.data import preprocess
-
-        settings = self._settings()
-        made = []
-        for image in images:
-            if isinstance(image, str | Path):
-                try:
-                    with Image.open(image) as file:
-                        file.load()
-                        image = preprocess.decode(file)
-                except OSError as error:
-                    raise ConfigError(f"image '{image}' cannot be read ({error})") from error
-            made.append(np.asarray(preprocess.eval_image(preprocess.decode(image), settings)))
-        return np.stack(made)
+        settings = self.settings()
+        return np.stack([np.asarray(eval_image(read(image), settings)) for image in images])
 
     def normalization(self, dtype: Any) -> tuple[np.ndarray, np.ndarray] | None:
         """(mean, std) for uint8 images, None for floats, which are normalised already.
@@ -159,7 +153,7 @@ class Predictor:
         """
         if dtype != np.uint8:
             return None
-        settings = self._settings()
+        settings = self.settings()
         return np.asarray(settings["mean"], np.float32), np.asarray(settings["std"], np.float32)
 
     def export(self, path: str | Path, *, format: str = "jax", input: str | None = None) -> None:
@@ -179,7 +173,12 @@ class Predictor:
 
         export.export(self, path, format, input)
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """`preprocess`.
+
+        Raises:
+          ConfigError: if it is not known.
+        """
         if self.preprocess is None:
             raise ConfigError(
                 "Predictor: uint8 images and files need preprocess settings (res, mean, std, "
@@ -219,6 +218,39 @@ class Predictor:
         traced = time.perf_counter()
         self._compiled[shape, dtype, outputs] = lowered.compile()
         return traced - start, time.perf_counter() - traced
+
+
+def read(image: Any) -> Image.Image:
+    """An RGB image from a file, a Pillow image or a uint8 array.
+
+    Raises:
+      ConfigError: on a file that cannot be read.
+    """
+    from PIL import Image
+
+    from cropr_jax.data.preprocess import decode
+
+    if not isinstance(image, str | Path):
+        return decode(image)
+    try:
+        with Image.open(image) as file:
+            file.load()
+            return decode(file)
+    except OSError as error:
+        raise ConfigError(f"image '{image}' cannot be read ({error})") from error
+
+
+def predictor(
+    model: ViT,
+    params: Mapping[str, Any],
+    preprocess: Mapping[str, Any] | None = None,
+    class_names: Sequence[str] = (),
+) -> Predictor:
+    """The predictor that suits the model's head; arguments as for `Predictor.from_model`."""
+    from cropr_jax.segment import SegmentationPredictor
+
+    kind = SegmentationPredictor if isinstance(model, Segmenter) else Predictor
+    return kind.from_model(model, params, preprocess, class_names)
 
 
 def forward(
@@ -272,7 +304,7 @@ def load(path: str | Path, dtype: str | None = None) -> Predictor:
         ) from error
     model = models.create(config["model"] | ({"dtype": dtype} if dtype else {}))
     params = checkpoints.restore_params(path, slim_leaves(model))
-    return Predictor.from_model(model, params, config["preprocess"], read_class_names(workdir))
+    return predictor(model, params, config["preprocess"], read_class_names(workdir))
 
 
 def read_class_names(workdir: Path) -> tuple[str, ...]:
