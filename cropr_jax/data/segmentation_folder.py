@@ -93,7 +93,8 @@ def _folders(root: Path, split: str) -> tuple[Path, Path]:
                 f"data set in {root}: no folder {folder.name!r}. Expected images/{split}/*.jpg "
                 f"and labels/{split}/*.png in it, or set config.data.dir."
             )
-    splits = sorted(entry.name for entry in os.scandir(images) if entry.is_dir()) or ["all"]
+    found = sorted(entry.name for entry in images.iterdir() if entry.is_dir())
+    splits = [name for name in found if not name.startswith(".")] or ["all"]
     if split not in splits:
         raise ConfigError(
             f"data split {split!r}: {images} has {', '.join(splits)}. Name one of them, or a "

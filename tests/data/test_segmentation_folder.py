@@ -62,6 +62,7 @@ def test_without_split_folders_there_is_one_split(tmp_path):
     write_meta(tmp_path, ["a", "b", "c"])
     for name in ("q", "rr", "sss", "tttt", "uuuuu"):
         save(tmp_path, ".", name)
+    (tmp_path / "images" / ".thumbnails").mkdir()
     train, test = source(tmp_path, "all[:80%]"), source(tmp_path, "all[80%:]")
     assert (len(train), len(test), test[0]["id"]) == (4, 1, 4)
     with pytest.raises(ConfigError, match=r"'train': .*images has all\. .*'all\[:80%\]'"):
