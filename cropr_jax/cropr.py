@@ -5,24 +5,29 @@ A site holds a *router*, the *scorer* and the Top-K *selector*, which stays at i
 site sends a gradient into the backbone: its input passes a stop-gradient.
 
 Letters: b batch, p prefix tokens, m patch tokens, t = p + m, n queries, d width, c classes, g heads
-of the multi-head ablation (1 otherwise).
+of the multi-head ablation (1 otherwise). Queries [n, d] are those of all examples, [b, n, d] each
+example's own.
 
 Source: Bergner, Lippert and Mahendran, "Token Cropr: Faster ViTs for Quite a Few Tasks", section
 "Module description"; numbers follow benbergner/cropr: cls/cropr.py.
 """
 
+import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Key
 
-from cropr_jax import rng
+from cropr_jax import rng, routing
 from cropr_jax.layers import Dtype, LayerNorm, Mlp, normal_init
 from cropr_jax.reducers.base import Context, Pruner, SiteSizes
 from cropr_jax.tokens import Tokens
+
+# Folded into a site's key for the choice of the queries that train.
+QUERIES_KEY = 0
 
 
 def aggregate_queries(queries: Float[Array, "n d"]) -> Float[Array, "d"]:
@@ -45,11 +50,17 @@ def score_tokens(query: Float[Array, "d"], keys: Float[Array, "b m d"]) -> Float
     )
 
 
+def draw_queries(keys: Key[Array, "b"], total: int, count: int) -> Int[Array, "b n"]:
+    """Which `count` of `total` queries each example trains, drawn uniformly, none twice."""
+    return routing.rank(rng.uniform(keys, (total,)))[:, :count]
+
+
 def cross_attention(
-    queries: Float[Array, "n g k"], keys: Float[Array, "b t g k"]
+    queries: Float[Array, "*b n g k"], keys: Float[Array, "b t g k"]
 ) -> Float[Array, "b g n t"]:
     """Attention matrix A = Q K^T (Eq. 3) per head, in float32 and not scaled."""
-    return jnp.einsum("ngk,btgk->bgnt", queries, keys, preferred_element_type=jnp.float32)
+    names = "ngk" if queries.ndim == 3 else "bngk"
+    return jnp.einsum(f"{names},btgk->bgnt", queries, keys, preferred_element_type=jnp.float32)
 
 
 def aggregate(
@@ -70,29 +81,35 @@ class Scorer(nn.Module):
 
     Attributes:
       num_queries: n.
-      heads, projections, pre_norm: the multi-head design of Table "cross-attn"; the paper's own has
-        one head and neither projections nor a norm.
+      projections, pre_norm: the multi-head design of Table "cross-attn"; the paper's own has
+        neither projections nor a norm. (Scores are sums over heads, so that here they are one.)
+      sum_first: see `Cropr`.
       slim: the inference form, one vector and, with `pre_norm`, the norm.
       dtype: compute dtype of the norm and the key projection.
     """
 
     num_queries: int = 1
-    heads: int = 1
     projections: bool = False
     pre_norm: bool = False
+    sum_first: bool = True
     slim: bool = False
     dtype: Dtype = jnp.float32
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t d"], attend: bool
-    ) -> tuple[Float[Array, "b t"], Float[Array, "b g n t"] | None, Float[Array, "b t d"]]:
-        """Returns scores, the attention matrix if `attend`, and the tokens as they were scored."""
+        self, x: Float[Array, "b t d"]
+    ) -> tuple[
+        Float[Array, "b t"],
+        Float[Array, "n d"] | None,
+        Float[Array, "b t d"],
+        Float[Array, "b t d"],
+    ]:
+        """Returns scores, queries (None of the slim form), keys, and the tokens as scored."""
         if self.pre_norm:
             x = LayerNorm(dtype=self.dtype, name="norm")(x)
         width = x.shape[-1]
         if self.slim:
-            return score_tokens(self.param("query", queries_init, (width,)), x), None, x
+            return score_tokens(self.param("query", queries_init, (width,)), x), None, x, x
 
         queries = self.param("queries", queries_init, (self.num_queries, width))
         keys = x
@@ -100,15 +117,10 @@ class Scorer(nn.Module):
             dense = {"use_bias": False, "kernel_init": normal_init}
             queries = nn.Dense(width, name="query", **dense)(queries)
             keys = nn.Dense(width, dtype=self.dtype, name="key", **dense)(x)
-        scores = score_tokens(aggregate_queries(queries), keys)
-        if not attend:
-            return scores, None, x
-        split = "{} (g k) -> {} g k"
-        attention = cross_attention(
-            rearrange(queries.astype(keys.dtype), split.format("n", "n"), g=self.heads),
-            rearrange(keys, split.format("b t", "b t"), g=self.heads),
-        )
-        return scores, attention, x
+        if self.sum_first:
+            return score_tokens(aggregate_queries(queries), keys), queries, keys, x
+        product = cross_attention(queries.astype(keys.dtype)[:, None], keys[:, :, None])
+        return product.sum((1, 2)), queries, keys, x
 
     @staticmethod
     def slim_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +143,9 @@ class Aggregator(nn.Module):
     """Aggregated tokens MLP(LN(X')) + X', Eq. 5.
 
     Attributes:
-      heads, projections: as the scorer's. The output projection exists with several heads only.
+      heads: of the cross-attention (Table "cross-attn"). The output projection exists with several
+        heads only.
+      projections: as the scorer's.
       mlp: the MLP of Table "mlp", GELU of ratio 4 on every backbone.
       dtype: compute dtype.
     """
@@ -143,15 +157,20 @@ class Aggregator(nn.Module):
 
     @nn.compact
     def __call__(
-        self, attention: Float[Array, "b g n t"], x: Float[Array, "b t d"]
+        self,
+        queries: Float[Array, "*b n d"],
+        keys: Float[Array, "b t d"],
+        x: Float[Array, "b t d"],
     ) -> Float[Array, "b n d"]:
         width = x.shape[-1]
+        split = functools.partial(rearrange, pattern="... (g k) -> ... g k", g=self.heads)
+        attention = cross_attention(split(queries.astype(keys.dtype)), split(keys))
         values = x
         if self.projections:
             values = nn.Dense(
                 width, use_bias=False, dtype=self.dtype, kernel_init=normal_init, name="value"
             )(x)
-        z = aggregate(attention, rearrange(values, "b t (g k) -> b t g k", g=self.heads))
+        z = aggregate(attention, split(values))
         if self.heads > 1:
             z = nn.Dense(width, dtype=self.dtype, kernel_init=normal_init, name="out")(z)
         if self.mlp:
@@ -188,6 +207,13 @@ class Cropr(Pruner):
       selector: 'topk', or 'sample' to draw the kept tokens without replacement from the
         cross-attention distribution (Table "selection methods").
       sample_in_eval: with 'sample', draw outside training too, rather than taking the Top-K.
+      train_queries: of how many queries each example runs the auxiliary branch in a step, drawn at
+        random, 0 for all; a cheaper form of training with many queries (ours). Scores are those of
+        all queries whatever it is.
+      sum_first: false to score by Q K^T, summed afterwards, as the released code does: the form of
+        section "Efficient inference" that the slim one is compared with.
+      remat: recompute the auxiliary branch in the backward pass, so that of all sites' branches one
+        at a time is in memory.
     """
 
     heads: int = 1
@@ -197,6 +223,9 @@ class Cropr(Pruner):
     stop_gradient: bool = True
     selector: str = "topk"
     sample_in_eval: bool = False
+    train_queries: int = 0
+    sum_first: bool = True
+    remat: bool = False
 
     trains_alone: ClassVar[bool] = True
     salience: ClassVar[float] = 1.0
@@ -205,12 +234,22 @@ class Cropr(Pruner):
     def describe_losses(self) -> str:
         return "auxiliary cross-entropy of each site"
 
+    @property
+    def needs(self) -> frozenset[str]:
+        if not 0 <= self.train_queries <= self.num_queries:
+            raise ValueError(
+                f"train_queries: found {self.train_queries}, expected 1 to {self.num_queries}, the "
+                "number of queries, or 0 for all of them"
+            )
+        return frozenset()
+
     def macs(self, sizes: SiteSizes) -> tuple[int, int]:
-        """Nothing, but for the projections of tokens and queries, which the slim form has not."""
-        if self.slim or not self.projections:
+        """Nothing in the slim form; else projections of tokens and queries, or their product."""
+        if self.slim:
             return 0, 0
         tokens = sizes.prefix + sizes.patches
-        return (tokens + self.num_queries) * sizes.width**2, 0
+        linear = (tokens + self.num_queries) * sizes.width**2 if self.projections else 0
+        return linear, 0 if self.sum_first else self.num_queries * tokens * sizes.width
 
     @nn.compact
     def score(
@@ -219,22 +258,36 @@ class Cropr(Pruner):
         x = jax.lax.stop_gradient(tokens.x) if self.stop_gradient else tokens.x
         scorer = Scorer(
             self.num_queries,
-            self.heads,
             self.projections,
             self.pre_norm,
+            self.sum_first,
             self.slim,
             self.dtype,
             name="scorer",
         )
-        scores, attention, x = scorer(x, attend=train)
+        scores, queries, keys, x = scorer(x)
         out = {"scores": scores[:, tokens.prefix :]}
-        if attention is not None:
-            aggregator = Aggregator(
-                self.heads, self.projections, self.mlp, self.dtype, name="aggregator"
-            )
-            head = AuxiliaryHead(self.num_outputs, self.dtype, name="auxiliary_head")
-            out["auxiliary"] = head(aggregator(attention, x))
+        if train and queries is not None:
+            if self.train_queries:
+                drawn = rng.fold(context.require_keys("train_queries"), QUERIES_KEY)
+                out["places"] = draw_queries(drawn, self.num_queries, self.train_queries)
+                queries = queries[out["places"]]
+            predict = nn.remat(Cropr.predict) if self.remat else Cropr.predict
+            out["auxiliary"] = predict(self, queries, keys, x)
         return self.select(out["scores"], context, train, tokens.x.shape[-1]), out
+
+    def predict(
+        self,
+        queries: Float[Array, "*b n d"],
+        keys: Float[Array, "b t d"],
+        x: Float[Array, "b t d"],
+    ) -> Float[Array, "b n c"]:
+        """The auxiliary branch: logits of every query."""
+        aggregator = Aggregator(
+            self.heads, self.projections, self.mlp, self.dtype, name="aggregator"
+        )
+        head = AuxiliaryHead(self.num_outputs, self.dtype, name="auxiliary_head")
+        return head(aggregator(queries, keys, x))
 
     def select(
         self, scores: Float[Array, "b m"], context: Context, train: bool, width: int

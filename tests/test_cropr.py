@@ -9,6 +9,7 @@ import pytest
 
 from cropr_jax import models, rng
 from cropr_jax.cropr import Cropr, aggregate_queries, queries_init, score_tokens
+from cropr_jax.errors import ConfigError
 from cropr_jax.reducers import Context
 from cropr_jax.tokens import from_features
 
@@ -160,7 +161,7 @@ def test_sampling_draws_from_the_attention_distribution(heads, queries):
         module.clone(selector="best").apply({"params": params}, tokens, context, keep=1, train=True)
 
 
-def small_model(**options):
+def small_model(options=None, **fields):
     return models.create(
         {
             "width": 16,
@@ -169,14 +170,15 @@ def small_model(**options):
             "patch": 4,
             "image_size": 16,
             "num_classes": CLASSES,
-            "reduction": {"name": "cropr", "rate": 3, "fusion": "llf", "options": options},
+            "reduction": {"name": "cropr", "rate": 3, "fusion": "llf", "options": options or {}},
         }
+        | fields
     )
 
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_auxiliary_losses_do_not_reach_the_backbone(stop):
-    model = small_model(stop_gradient=stop)
+    model = small_model({"stop_gradient": stop})
     params = models.init(model, jax.random.key(0))
     images = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
 
@@ -206,3 +208,70 @@ def test_main_loss_does_not_reach_the_router():
     for name, gradient in jax.jit(jax.grad(main))(params).items():
         largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient))
         assert (largest == 0) == name.startswith("reducer_"), name
+
+
+def test_some_queries_train_while_all_score():
+    module = Cropr(num_outputs=CLASSES, num_queries=6)
+    x = jax.random.normal(jax.random.key(0), (300, PATCHES, WIDTH))
+    tokens = from_features(x, (3, 4), 0)
+    context = Context(keys=rng.example_keys(jax.random.key(1), 0, jnp.arange(300)))
+    shapes = module.init(jax.random.key(1), tokens, context, keep=7, train=True)["params"]
+    params = scrambled(shapes, jax.random.key(2))
+    fewer = module.clone(train_queries=2)
+
+    def site(module, params, context=context):
+        return module.apply({"params": params}, tokens, context, keep=7, train=True)
+
+    (kept, _, every), (same, _, out) = site(module, params), site(fewer, params)
+    np.testing.assert_array_equal(same.index, kept.index)
+    np.testing.assert_array_equal(out["scores"], every["scores"])
+    places = np.asarray(out["places"])
+    assert places.shape == (300, 2) and (places[:, 0] != places[:, 1]).all()
+    rows = np.take_along_axis(np.asarray(every["auxiliary"]), places[..., None], axis=1)
+    np.testing.assert_allclose(out["auxiliary"], rows, atol=1e-5)
+    assert np.abs(np.bincount(places.ravel(), minlength=6) - 100).max() < 5 * 100**0.5
+
+    def one(queries):
+        changed = params | {"scorer": {"queries": queries}}
+        return (site(fewer, changed)[2]["auxiliary"][0] ** 2).sum()
+
+    gradient = jax.grad(one)(params["scorer"]["queries"])
+    assert set(np.flatnonzero(np.abs(gradient).max(1))) == set(places[0])
+    with pytest.raises(ValueError, match="draws at random"):
+        site(fewer, params, Context())
+
+
+def test_more_queries_than_there_are_cannot_train():
+    with pytest.raises(ConfigError, match="train_queries: found 2, expected 1 to 1, .* or 0"):
+        small_model({"train_queries": 2})
+
+
+@pytest.mark.parametrize("drawn", [0, 4])
+def test_remat_keeps_nothing_of_the_auxiliary_branch(drawn):
+    """The gradient is the same; what is kept for it does not grow with the queries."""
+    tokens = from_features(jax.random.normal(jax.random.key(0), (2, PATCHES, WIDTH)), (3, 4), 0)
+    context = Context(keys=rng.example_keys(jax.random.key(1), 0, jnp.arange(2)))
+
+    def site(queries, remat):
+        module = Cropr(num_outputs=CLASSES, num_queries=queries, train_queries=drawn, remat=remat)
+
+        def loss(params):
+            _, _, out = module.apply({"params": params}, tokens, context, keep=7, train=True)
+            return jnp.sin(out["auxiliary"]).sum()
+
+        shapes = jax.eval_shape(
+            lambda: module.init(jax.random.key(1), tokens, context, keep=7, train=True)
+        )
+        return loss, scrambled(jax.tree.map(jnp.zeros_like, shapes["params"]), jax.random.key(2))
+
+    def kept(loss, params):
+        """Numbers that the backward pass holds beside parameters and queries."""
+        backward = jax.eval_shape(lambda: jax.vjp(loss, params)[1])
+        return models.count(backward) - models.count(params)
+
+    (plain, params), (again, _) = site(8, False), site(8, True)
+    expected, found = (jax.jit(jax.grad(loss))(params) for loss in (plain, again))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+    assert kept(plain, params) > 2 * 4 * 64 * (drawn or 8)
+    # Logits, where the loss is taken, and the queries that were drawn.
+    assert kept(again, params) < 2 * (PATCHES * WIDTH + (drawn or 8) * (CLASSES + WIDTH + 1)) + 100

@@ -8,6 +8,7 @@ from conftest import random_params
 from flax.traverse_util import flatten_dict
 
 from cropr_jax import models
+from cropr_jax.bench import flops
 from cropr_jax.errors import ConfigError
 
 BASE = {
@@ -67,6 +68,37 @@ def test_schedules_share_one_tree():
         return {name: leaf.shape for name, leaf in leaves.items()}
 
     assert tree(0) == tree(1) == tree(4)
+
+
+def test_attention_of_all_patches_can_rank_them():
+    """Although there is a CLS token, which a segmenter does not train to look."""
+    model = build("attn_topk", options={"source": "col_mean"}, backbone="eva02")
+    params = random_params(model)
+    logits, out = jax.jit(lambda p: model.apply({"params": p}, images()))(params)
+    assert np.isfinite(logits).all() and logits.shape == (2, 3, 5, 3)
+    assert [kept.shape for kept in out["kept"]] == [(2, 12), (2, 10)]
+
+
+def test_one_query_for_all_saves_their_product():
+    """The slim form against that of all queries: the same kept sets and logits, fewer FLOPs."""
+    size = {"image_size": (32, 32), "width": 64}
+    model = build(options={"sum_first": False}, **size)
+    params = random_params(model)
+    slim, slim_params = models.slim(model, params)
+    x = images(size=(32, 32))
+
+    def run(model, params):
+        compiled = jax.jit(lambda p, x: model.apply({"params": p}, x)).lower(params, x).compile()
+        return *compiled(params, x), compiled.cost_analysis()["flops"]
+
+    logits, out, before = run(model, params)
+    found, slim_out, after = run(slim, slim_params)
+    np.testing.assert_allclose(found, logits, atol=1e-5)
+    for one, other in zip(slim_out["kept"], out["kept"], strict=True):
+        np.testing.assert_array_equal(one, other)
+    entering = 65 + 62
+    assert before - after == pytest.approx(2 * len(x) * 64 * entering * 64, rel=0.1)
+    assert flops.count(model).all - flops.count(slim).all == 64 * entering * 64
 
 
 def test_refusals():
