@@ -1,6 +1,7 @@
 """Whether a file's parameters are a model's: all that differs in one error, or how they become so.
 
-A load may lack what weights never have for a new task: the head, the norm before it, and reducers.
+A load may lack what weights never have for a new task: the head, the norm before it, reducers, and
+the block of a fusion.
 Everything else must be there, and everything else in the file must be used.
 """
 
@@ -20,7 +21,9 @@ from cropr_jax.models.vit import ViT
 from cropr_jax.reducers.registry import method
 
 # Parameters that may start fresh, and those of a file that may be left.
-OPTIONAL = ("reducer_", "head/", "fc_norm/", "norm/")
+OPTIONAL = ("reducer_", "fusion/", "head/", "fc_norm/", "norm/")
+# Queries that may be one for each patch: resampled as positions are, if they are.
+QUERIES = r"(reducer_\d+/scorer|fusion)/queries"
 # What a mismatch in a name usually means: missing in the file, unused in it.
 HINTS = (
     (r"cls", "the weights have no CLS token: prefix=0", "the weights have {count} prefix tokens"),
@@ -64,7 +67,11 @@ def match(
     for name, shape in shapes.items():
         leaf = source.leaves.get(name)
         there = None if leaf is None else tuple(leaf.array.shape)
-        if leaf is not None and (there == shape or _resizable(name, there, shape)):
+        if leaf is not None and (
+            there == shape
+            or _resizable(name, there, shape)
+            or _query_grid(name, there, shape, source, grid)
+        ):
             taken.append(name)
             if note := _resize_note(name, there, shape, source, grid):
                 resized[name] = note
@@ -146,6 +153,18 @@ def _resizable(name: str, there: Any, shape: tuple[int, ...]) -> bool:
     return name == "patch_embed/kernel" and there[2:] == shape[2:]
 
 
+def _query_grid(
+    name: str, there: Any, shape: tuple[int, ...], source: Source, grid: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """The (h, w) that queries of a file stand for, if they and the model's have a patch each."""
+    if grid is None or not re.fullmatch(QUERIES, name) or "pos_embed" not in source.leaves:
+        return None
+    if len(there or ()) != 2 or there[1:] != shape[1:] or shape[0] != math.prod(grid):
+        return None
+    old = source_grid(source, grid)
+    return old if there[0] == math.prod(old) else None
+
+
 def _resize_note(
     name: str, there: Any, shape: tuple[int, ...], source: Source, grid: tuple[int, int] | None
 ) -> str:
@@ -156,6 +175,9 @@ def _resize_note(
         old = source_grid(source, grid)
         if old != grid:
             return "positions resampled from {} x {} to {} x {}".format(*old, *grid)
+    old = _query_grid(name, there, shape, source, grid)
+    if old is not None and old != grid:
+        return f"{name} resampled like them"
     return ""
 
 
@@ -209,6 +231,9 @@ def fit(
         old = source_grid(source, grid)
         if old != grid:
             return resample.resample_positions(array, grid, source.prefix, old, rule)
+    elif old := _query_grid(name, array.shape, shape, source, grid):
+        if old != grid:
+            return resample.resample_positions(array[None], grid, 0, old, rule)[0]
     elif array.shape != shape:
         return resample.resample_kernel(array, (shape[0], shape[1]), rule)
     return array

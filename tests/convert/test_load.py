@@ -16,6 +16,7 @@ from state_dicts import CROPR, EVA02, VIT, made
 from cropr_jax import models
 from cropr_jax.convert.files import write_safetensors
 from cropr_jax.convert.load import load
+from cropr_jax.convert.resample import resample_positions
 from cropr_jax.convert.timm import from_state_dict
 from cropr_jax.convert.to_timm import rename
 from cropr_jax.errors import ConfigError
@@ -93,7 +94,7 @@ def test_as_timm_converts(tmp_path, name, suffix):
 @pytest.mark.parity
 @pytest.mark.parametrize("name", [*fixture_names("vit_cropr"), *fixture_names("segm_cropr")])
 def test_weights_of_the_authors(tmp_path, name):
-    """Whole into the same classifier; of a segmenter, whose heads are others, the backbone."""
+    """Whole into the same model; of a segmenter, all but heads into a classifier."""
     arrays, meta = load_fixture(name)
     segmenter = name.startswith("segm")
     kwargs = meta["config"]["kwargs"]
@@ -108,26 +109,24 @@ def test_weights_of_the_authors(tmp_path, name):
             "pre_norm": bool(cropr.get("pre_attn_norm")),
         },
     }
-    fields = {"num_classes": 3} if segmenter else {}
-    model = models.create(
-        {
-            "name": "eva02" if segmenter else "vit",
-            "image_size": kwargs["img_size"],
-            "patch": kwargs["patch_size"],
-            "width": kwargs["embed_dim"],
-            "depth": kwargs["depth"],
-            "heads": kwargs["num_heads"],
-            "num_classes": kwargs["num_classes"],
-            "pool": {"avg": "mean_all", "token": "cls"}[kwargs["global_pool"]],
-            "reduction": reduction,
-        }
-        | fields
-    )
-    loaded = load(write(tmp_path / "cropr.pth", part(arrays, "w/")), model)
-    assert loaded.kind == "Cropr" and not loaded.plan.dropped
+    fields = {
+        "name": "eva02" if segmenter else "vit",
+        "image_size": kwargs["img_size"],
+        "patch": kwargs["patch_size"],
+        "width": kwargs["embed_dim"],
+        "depth": kwargs["depth"],
+        "heads": kwargs["num_heads"],
+        "num_classes": kwargs["num_classes"],
+        "pool": {"avg": "mean_all", "token": "cls"}[kwargs["global_pool"]],
+        "reduction": reduction,
+    }
+    path = write(tmp_path / "cropr.pth", part(arrays, "w/"))
+    head = {"head": "segmentation"} if segmenter else {}
+    loaded = load(path, models.create(fields | head))
+    assert loaded.kind == "Cropr" and not loaded.plan.dropped and not loaded.plan.fresh
     if not segmenter:
-        assert not loaded.plan.fresh
         return
+    loaded = load(path, models.create(fields | {"num_classes": 3}))
     heads = ("head/", "auxiliary_head/linear", "scorer/queries")
     assert loaded.plan.fresh
     assert all(any(head in name for head in heads) for name in loaded.plan.fresh)
@@ -143,6 +142,47 @@ def test_a_head_for_other_classes_and_new_reducers(tmp_path):
     for name, value in loaded.params.items():
         np.testing.assert_array_equal(value, flat[name])
         assert value.dtype == np.float32 and value.flags.writeable and value.flags.c_contiguous
+
+
+def test_a_segmenter_for_other_sizes(tmp_path):
+    """Queries, one a patch, are resampled as positions are; of a fusion's block all else stays."""
+    pruned = {"name": "cropr", "rate": 1, "fusion": "cross_attn"}
+    fields = VIT | {"head": "segmentation", "depth": 3, "reduction": pruned}
+    _, flat = made(fields)
+    path = write(tmp_path / "x.npz", flat)
+    assert load(path, models.create(fields)).notes() == []
+    loaded = load(path, models.create(fields | {"image_size": (20, 24)}))
+    names = ("reducer_0/scorer/queries", "fusion/queries")
+    notes = ["positions resampled from 4 x 4 to 5 x 6"]
+    assert sorted(loaded.notes()) == sorted(
+        [*notes, *(f"{name} resampled like them" for name in names)]
+    )
+    for name in names:
+        table = flat[name].reshape(1, 16, 16)
+        expected = resample_positions(table, (5, 6), 0, (4, 4))[0]
+        np.testing.assert_array_equal(loaded.params[name], expected)
+    assert not loaded.plan.fresh
+    plain = load(path, models.create(fields | {"reduction": {"name": "none"}}))
+    assert {name.split("/")[0].split(".")[0] for name in plain.plan.dropped} == {
+        "fusion",
+        "reducer_0",
+    }
+
+
+@pytest.mark.parametrize("backbone", ["vit", "eva02"])
+def test_a_segmenter_starts_from_the_last_norm(tmp_path, backbone):
+    """A ViT's own, which its head sees every token under; of EVA-02 that of its pretraining."""
+    fields = (VIT | {"pool": "cls"}) if backbone == "vit" else EVA02
+    _, flat = made(fields)
+    state = {name: value for name, value in rename(flat).items() if not name.startswith("head.")}
+    if backbone == "eva02":
+        state = {name.replace("fc_norm.", "norm."): value for name, value in state.items()}
+        state["mask_token"] = np.zeros((1, 1, 16), np.float32)
+    model = models.create(fields | {"head": "segmentation", "num_classes": 7})
+    loaded = load(write(tmp_path / "x.npz", state), model)
+    assert set(loaded.plan.fresh) == {"head/kernel", "head/bias"}
+    name = f"{model.head_norm}/scale"
+    np.testing.assert_array_equal(loaded.params[name], flat[name])
 
 
 def test_norm_of_another_pooling(tmp_path):
