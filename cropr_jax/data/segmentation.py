@@ -86,13 +86,17 @@ def eval_image(
 
     Args:
       image: as `preprocess.decode` takes it.
-      settings: `config.preprocess`: `res`, `mean`, `std`.
+      settings: `config.preprocess`: `res`, `mean`, `std`, also as lists, read from JSON.
 
     Returns:
       float32 [*res, 3], where the padding is 0, so the mean colour; and the size (h, w) of the
       part that is no padding.
+
+    Raises:
+      ConfigError: a field of `config.preprocess` that cannot be read.
     """
-    pixels, res = np.asarray(preprocess.decode(image)), tuple(settings["res"])
+    settings = _checked(settings)
+    pixels, res = np.asarray(preprocess.decode(image)), settings["res"]
     valid = resize.fitted(pixels.shape[:2], res)
     pixels = resize.bilinear(pixels, valid, resize.whole(valid))
     pixels = preprocess.normalize(pixels, settings["mean"], settings["std"])

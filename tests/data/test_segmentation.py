@@ -1,5 +1,6 @@
 """Images and maps stay together through every transform; labels of the released code's size."""
 
+import json
 import pickle
 
 import numpy as np
@@ -211,6 +212,12 @@ def test_evaluation_normalises_before_it_pads():
     image, valid = segmentation.eval_image(np.full((4, 8, 3), 255, np.uint8), setting)
     assert valid == (4, 8)
     assert (image[:4] == 1).all() and (image[4:] == 0).all()
+    # Saved settings come back from JSON as lists.
+    saved = json.loads(json.dumps(setting))
+    again, _ = segmentation.eval_image(np.full((4, 8, 3), 255, np.uint8), saved)
+    np.testing.assert_array_equal(again, image)
+    with pytest.raises(ConfigError, match=r"config\.preprocess\.std"):
+        segmentation.eval_image(np.zeros((4, 8, 3), np.uint8), setting | {"std": 0.5})
 
 
 @pytest.mark.parametrize(
