@@ -309,7 +309,12 @@ def test_only_dtop_teaches_the_backbone_by_its_sites(how):
 
     def auxiliary(p):
         _, out = model.apply({"params": p}, images(), train=True)
-        return sum(model.reducer_losses(out, lambda x, places: (x**2).sum()).values())
+
+        def criterion(logits, places):
+            assert (how == "llf") == (places is None)  # DToP's rows are of the patches left there
+            return (logits**2).sum()
+
+        return sum(model.reducer_losses(out, criterion).values())
 
     found = jax.jit(jax.grad(auxiliary))(params)
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(found["block_0"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ import optax
 from flax import traverse_util
 
 from cropr_jax import models, rng
+from cropr_jax.models import Segmenter
 from cropr_jax.models.vit import ViT
 from cropr_jax.slim import cast_params, slim_leaves
-from cropr_jax.tasks import classification
+from cropr_jax.tasks import classification, segmentation
 
 FORMS = ("slim", "full")
 STAGES = ("infer", "train")
@@ -103,8 +105,17 @@ def example_batch(model: ViT, batch_size: int) -> tuple[jax.Array, jax.Array]:
     return jax.device_put(images), keys
 
 
+def example_targets(model: ViT, batch_size: int) -> tuple[ModuleType, Any]:
+    """The model's task, and made-up targets for it on the device."""
+    shape = (batch_size, *(model.image_size if isinstance(model, Segmenter) else ()))
+    labels = jnp.asarray(np.random.default_rng(2).integers(model.num_classes, size=shape))
+    if isinstance(model, Segmenter):
+        return segmentation, segmentation.targets(labels, model)
+    return classification, jax.nn.one_hot(labels, model.num_classes)
+
+
 class Inference:
-    """Makes programs that classify, for any batch size, over one set of parameters.
+    """Makes programs that predict, for any batch size, over one set of parameters.
 
     Attributes:
       model: in the form that is timed.
@@ -149,12 +160,13 @@ class Training:
     def compile(self, batch_size: int) -> Program:
         """The program for a batch size, with a state of its own."""
         optimizer = optax.adamw(1e-5, weight_decay=0.05)
+        task, made_up = example_targets(self.model, batch_size)
 
         def loss(params, images, keys, targets):
             logits, out = self.model.apply({"params": params}, images, train=True, keys=keys)
-            criterion = functools.partial(classification.criterion, targets=targets)
+            criterion = functools.partial(task.criterion, targets=targets)
             extra = self.model.reducer_losses(out, criterion)
-            return classification.losses(logits, extra, targets)[0]
+            return task.losses(logits, extra, targets)[0]
 
         def step(state, images, keys, targets):
             params, moments = state
@@ -164,8 +176,6 @@ class Training:
 
         # Copies: the step is given its state for good.
         params = jax.tree.map(jnp.array, self._params)
-        labels = jnp.arange(batch_size) % self.model.num_classes
-        targets = jax.nn.one_hot(labels, self.model.num_classes)
-        batch = (*example_batch(self.model, batch_size), targets)
+        batch = (*example_batch(self.model, batch_size), made_up)
         state = params, jax.jit(optimizer.init)(params)
         return Program(jax.jit(step, donate_argnums=0), state, batch, carry=True)

@@ -117,13 +117,13 @@ def with_reduction(fields: Mapping[str, Any], name: str, **more: Any) -> dict[st
 
 
 def fit_fusion(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same model, without Last Layer Fusion if its method refuses it.
+    """The same model, a classifier without Last Layer Fusion if its method refuses it.
 
     Raises:
       ConfigError: if there is no such method or model.
     """
     reduction = dict(fields["reduction"])
-    if reduction["name"] == "none":
+    if reduction.get("name", "none") == "none" or fields.get("head") == "segmentation":
         return dict(fields)
     # Whatever the rate asked for can be met.
     trial = models.create({**fields, "reduction": {**reduction, "rate": 0, "fusion": "none"}})

@@ -127,6 +127,13 @@ def test_training_steps_and_forms(tmp_path, capsys):
     assert full["macs_linear"] > cropr["macs_linear"]
 
 
+def test_training_steps_of_a_segmenter():
+    """On its own task; the method of a fusion goes by the fusion's name."""
+    settings = throughput.Settings(("dtop",), batch_size=2, rounds=1, stage="train")
+    (row,) = throughput.measure(f"{TINY},head=segmentation,fusion=dtop", settings)
+    assert row["fusion"] == "dtop" and row["tokens"] == [12]
+
+
 def test_all_methods_in_one_run(tmp_path, capsys):
     """Every registered one, or why not; without Last Layer Fusion where the method refuses it."""
     path = tmp_path / "speed.json"
