@@ -11,12 +11,12 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from cropr_jax.errors import ConfigError
+from cropr_jax.fusion import POOLED_FUSIONS
 from cropr_jax.reducers.registry import REDUCERS
 
 REDUCTIONS = ("none", *REDUCERS)
 TRAIN = ("all", "routers")
 SCHEDULES = ("per_block", "three_stage", "aggressive")
-FUSIONS = ("llf", "none")
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
@@ -88,13 +88,19 @@ SHARED = {
 }
 
 
-def parse_arg(arg: str | None, variants: Sequence[str] = (), **defaults: Any) -> ConfigDict:
+def parse_arg(
+    arg: str | None,
+    variants: Sequence[str] = (),
+    fusions: Sequence[str] = POOLED_FUSIONS,
+    **defaults: Any,
+) -> ConfigDict:
     """Arguments of a config, typed by their defaults.
 
     Args:
       arg: `variant,key=value,flag`, or None.
       variants: allowed first words; the first of them is the default. Empty: there is none.
-      **defaults: further keys beside the shared ones.
+      fusions: allowed values of `fusion`.
+      **defaults: further keys beside the shared ones, or other defaults of those.
 
     Raises:
       ConfigError: on an unknown variant or key, or a value of another type.
@@ -118,7 +124,7 @@ def parse_arg(arg: str | None, variants: Sequence[str] = (), **defaults: Any) ->
     for key, options in (
         ("reduction", REDUCTIONS),
         ("schedule", SCHEDULES),
-        ("fusion", (*FUSIONS, "")),
+        ("fusion", (*fusions, SHARED["fusion"])),
         ("train", TRAIN),
     ):
         if parsed[key] not in options:
@@ -167,6 +173,9 @@ def base(arg: Mapping[str, Any]) -> ConfigDict:
     config.train = config_dict.placeholder(str)  # 'all' (as None) or 'routers'
     # Of routers: 'labels' (as None), or 'model', what the frozen model predicts unpruned.
     config.targets = config_dict.placeholder(str)
+    # Pruning that grows: the rate of each of the first epochs goes from `start` to the model's own
+    # in a line, rounded down to multiples of `step`. 0 epochs: the model's own from the first on.
+    config.curriculum = ConfigDict({"epochs": 0.0, "start": 0, "step": 1})
     config.distributed = False  # call jax.distributed.initialize()
 
     config.data = ConfigDict(
@@ -261,10 +270,11 @@ def run_locally(config: ConfigDict, schedule: str) -> ConfigDict:
     config.init = ""
     classes = config.model.num_classes or 10
     config.model.num_classes = classes
+    source = "fake" if config.task == "classification" else "fake_segmentation"
     config.data = ConfigDict(
         {
-            "source": "fake",
-            "name": "fake",
+            "source": source,
+            "name": source,
             "dir": "",
             "train": "train",
             "eval": {"test": "test"},

@@ -9,7 +9,8 @@ from cropr_jax import models
 from cropr_jax.bench import flops
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers.registry import REDUCERS
-from cropr_jax.train.recipe import check_names, leaves, plain, resolve
+from cropr_jax.train.fields import check_names, leaves, plain
+from cropr_jax.train.recipe import resolve
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 REDUCTIONS = (

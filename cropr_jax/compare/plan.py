@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from cropr_jax.errors import ConfigError, ScheduleError
-from cropr_jax.train import config_file, recipe
+from cropr_jax.train import config_file, fields, recipe
 from cropr_jax.train.recipe import Recipe
 
 # Fields that change no number of a finished run: what it was evaluated on does.
-FREE = tuple(name for name in recipe.FREE if name != "data.eval")
+FREE = tuple(name for name in fields.FREE if name != "data.eval")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Run:
             return None
         found = json.loads(path.read_text())
         now, before = self.recipe.config, found["config"]
-        if name := recipe.difference(now, before, FREE):
+        if name := fields.difference(now, before, FREE):
             raise ConfigError(
                 f"--workdir: '{path}' was run with config.{name} "
-                f"{recipe.leaves(before).get(name)!r}, now it is {recipe.leaves(now).get(name)!r}; "
+                f"{fields.leaves(before).get(name)!r}, now it is {fields.leaves(now).get(name)!r}; "
                 "give another --workdir or remove that run"
             )
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -27,9 +28,12 @@ from cropr_jax.data.preprocess import decode
 from cropr_jax.data.sources import open_source
 from cropr_jax.errors import ConfigError
 from cropr_jax.explain import explain
-from cropr_jax.inference import Predictor
+from cropr_jax.inference import predictor
+from cropr_jax.models.segmenter import Segmenter
 from cropr_jax.reducers import Pruner, registry
-from cropr_jax.train import checkpoints, initial, optimizer, recipe, routers, sharding
+from cropr_jax.schedule import Schedule
+from cropr_jax.train import checkpoints, fields, initial, optimizer, recipe, routers, sharding
+from cropr_jax.train.card import card, facts
 from cropr_jax.train.checkpoints import Checkpoints
 from cropr_jax.train.logging import Logger, say, table
 from cropr_jax.train.optimizer import TrainState
@@ -106,8 +110,26 @@ def prefetch(batches: Iterable[dict[str, np.ndarray]], mesh: jax.sharding.Mesh, 
         queue.extend(itertools.islice(placed, 1))
 
 
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Results by split.
+
+    Attributes:
+      metrics: of all examples.
+      per_class: of each class by name, of tasks that have them.
+    """
+
+    metrics: dict[str, dict[str, float]]
+    per_class: dict[str, dict[str, dict[str, float | None]]]
+
+    @property
+    def first(self) -> dict[str, float]:
+        """Metrics of the first split, by which checkpoints are ranked."""
+        return next(iter(self.metrics.values()))
+
+
 class Run:
-    """A resolved recipe with its compiled steps and the place of its state.
+    """A resolved recipe with its steps and the place of its state.
 
     Attributes:
       recipe: what is run.
@@ -124,7 +146,7 @@ class Run:
         shapes = jax.eval_shape(self._state, models.abstract_params(resolved.model), teacher)
         self.shardings = sharding.state_shardings(shapes, resolved.mesh)
         self.abstract: TrainState = checkpoints.abstract(shapes, self.shardings)
-        self._evaluate = jit_evaluate(self.step, self.shardings.params)
+        self._evaluations: dict[Schedule, Any] = {}
 
     def _state(self, params: dict[str, Any], teacher: dict[str, Any] | None) -> TrainState:
         resolved = self.recipe
@@ -160,21 +182,24 @@ class Run:
         """The parameters of a step directory to evaluate with; no moments are read."""
         return checkpoints.restore_params(path, self.abstract.params)
 
-    def compile_train(self) -> Any:
-        """The compiled training step (its first call would compile it too, untimed)."""
-        config, model = self.recipe.config, self.recipe.model
-        size, place = config["batch_size"], sharding.batch_sharding(self.recipe.mesh)
-        batch = {
-            "image": jax.ShapeDtypeStruct((size, *model.image_size, 3), np.float32, sharding=place),
-            "label": jax.ShapeDtypeStruct((size,), np.int32, sharding=place),
-            "id": jax.ShapeDtypeStruct((size,), np.int32, sharding=place),
-        }
-        lowered = jit_train(self.step, self.shardings).lower(self.abstract, batch)
-        return lowered.compile()
+    def compile_train(self, schedule: Schedule, batch: Mapping[str, Any]) -> Any:
+        """The compiled training step (its first call would compile it too, untimed).
 
-    def evaluate(self, params: dict[str, Any]) -> dict[str, dict[str, float]]:
-        """Metrics of every evaluation split, over all its examples."""
-        results = {}
+        Args:
+          schedule: of pruning.
+          batch: whose shapes are those of all.
+        """
+        step = jit_train(self.recipe.step(schedule), self.shardings)
+        return step.lower(self.abstract, batch).compile()
+
+    def evaluate(self, params: dict[str, Any], schedule: Schedule) -> Evaluation:
+        """Results of every evaluation split, over all its examples, with a schedule of pruning."""
+        task = self.recipe.task
+        if schedule not in self._evaluations:
+            step = self.recipe.step(schedule)
+            self._evaluations[schedule] = jit_evaluate(step, self.shardings.params)
+        compiled = self._evaluations[schedule]
+        metrics, per_class = {}, {}
         for name in self.recipe.config["data"]["eval"]:
             batches = pipeline.eval_batches(
                 self.recipe.config, name, jax.process_index(), jax.process_count()
@@ -182,17 +207,21 @@ class Run:
             pending: collections.deque[Any] = collections.deque()
             sums = []
             for batch in prefetch(batches, self.recipe.mesh):
-                pending.append(self._evaluate(params, batch))
+                pending.append(compiled(params, batch))
                 if len(pending) > IN_FLIGHT:
                     sums.append(jax.device_get(pending.popleft()))
             sums.extend(jax.device_get(list(pending)))
-            results[name] = self.recipe.task.summarize(sums)
-            if results[name]["examples"] != self.recipe.eval_examples[name]:
+            metrics[name] = task.summarize(sums)
+            if metrics[name]["examples"] != self.recipe.eval_examples[name]:
                 raise RuntimeError(
-                    f"evaluation of '{name}' counted {results[name]['examples']} of "
+                    f"evaluation of '{name}' counted {metrics[name]['examples']} of "
                     f"{self.recipe.eval_examples[name]} examples"
                 )
-        return results
+            if hasattr(task, "per_class"):
+                per_class[name] = dict(
+                    zip(self.recipe.class_names, task.per_class(sums), strict=True)
+                )
+        return Evaluation(metrics, per_class)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -207,7 +236,7 @@ def _claim(workdir: Path, resolved: Recipe) -> None:
     """Makes the work directory this config's, or checks that it is."""
     path = workdir / "config.json"
     if path.exists():
-        recipe.check_same(resolved.config, json.loads(path.read_text()), workdir)
+        fields.check_same(resolved.config, json.loads(path.read_text()), workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         _write_json(path, resolved.config)
@@ -248,30 +277,37 @@ def _prepare(config: Any) -> Recipe:
     resolved = recipe.resolve(config)
     for field in ("init", "teacher"):
         initial.check_path(resolved.config.get(field) or "", f"config.{field}")
-    say(recipe.card(resolved))
+    say(card(resolved))
     return resolved
 
 
-def _finish(
-    path: Path, resolved: Recipe, metrics: Mapping[str, Mapping[str, float]], **more: Any
-) -> dict[str, Any]:
-    """Prints the result table and writes it to `path`."""
+def _percent(name: str, value: float | int | None) -> str:
+    """A metric in words: fractions as per cent."""
+    if value is None:
+        return f"{name} -"
+    return f"{name} {value:.6g}" if name in ("loss", "examples") else f"{name} {value:.2%}"
+
+
+def _words(metrics: Mapping[str, float | int | None]) -> str:
+    return ", ".join(_percent(name, value) for name, value in metrics.items())
+
+
+def _finish(path: Path, resolved: Recipe, found: Evaluation, **more: Any) -> dict[str, Any]:
+    """Prints the result table, and that of the classes, and writes all to `path`."""
     result = {
-        "metrics": metrics,
+        "metrics": found.metrics,
+        **({"per_class": found.per_class} if found.per_class else {}),
         **more,
-        **recipe.facts(resolved),
+        **facts(resolved),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "config": resolved.config,
         "versions": versions(),
         "revision": revision(),
     }
     _write_json(path, result)
-    rows = []
-    for split, values in metrics.items():
-        shown = (
-            f"{k} {v:.2%}" if k.startswith("top") else f"{k} {v:.6g}" for k, v in values.items()
-        )
-        rows.append((split, ", ".join(shown)))
+    for split, classes in found.per_class.items():
+        say(table([(name, _words(row)) for name, row in classes.items()], f"Classes of '{split}'"))
+    rows = [(split, _words(values)) for split, values in found.metrics.items()]
     rows += [
         ("total pruning ratio", f"{result['tpr']:.1%}"),
         ("parameters", f"{result['params']:,} in training, {result['params_slim']:,} slim"),
@@ -284,13 +320,15 @@ def _finish(
 def _draw(workdir: Path, run: Run, params: dict[str, Any]) -> None:
     """Writes `pruning.png`: a few test images, and the block after which each patch was pruned.
 
-    Left out for models that prune nothing or merge, and with several processes, where none holds
-    all parameters (`python -m cropr_jax.explain` draws it from the checkpoint).
+    Of segmentation it is `segmentation.png`, with truth and prediction, and drawn of every model;
+    of classification it is left out where nothing is pruned, or merged. With several processes,
+    where none holds all parameters, `python -m cropr_jax.explain` draws it from the checkpoint.
     """
     resolved = run.recipe
     model = resolved.model
-    prunes = model.schedule.removed and issubclass(registry.method(model.reduction), Pruner)
-    if not prunes or jax.process_count() > 1:
+    prunes = model.schedule.removed > 0 and issubclass(registry.method(model.reduction), Pruner)
+    dense = isinstance(model, Segmenter)
+    if not (prunes or dense) or jax.process_count() > 1:
         return
     name, split = next(iter(resolved.config["data"]["eval"].items()))
     source = open_source(resolved.config["data"], split)
@@ -298,13 +336,12 @@ def _draw(workdir: Path, run: Run, params: dict[str, Any]) -> None:
     chosen = np.linspace(0, len(source) - 1, min(PICTURED, len(source))).astype(int)
     records = [source[i] for i in dict.fromkeys(chosen.tolist())]
     host = jax.device_get(params)
-    predictor = Predictor.from_model(
-        model, host, resolved.config["preprocess"], resolved.class_names
-    )
+    made = predictor(model, host, resolved.config["preprocess"], resolved.class_names)
     images = [decode(record["image"]) for record in records]
     labels = [record["label"] for record in records]
-    explain(predictor, images, workdir / "pruning.png", labels)
-    say(f"Drew {len(images)} images of '{name}' to {workdir / 'pruning.png'}")
+    path = workdir / ("segmentation.png" if dense else "pruning.png")
+    explain(made, images, path, labels)
+    say(f"Drew {len(images)} images of '{name}' to {path}")
 
 
 def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
@@ -348,20 +385,20 @@ def train(config: Any, workdir: str | Path) -> dict[str, Any] | None:
         else:
             state = run.restore(saved.path(start))
             say(f"Resumes after step {start} from {saved.path(start)}")
-        metrics = None
+        found = None
         if start < resolved.total_steps:
-            state, metrics = _steps(run, state, start, saved, preemption, workdir)
+            state, found = _steps(run, state, start, saved, preemption, workdir)
             if state is None:
                 return None
-        if metrics is None:
-            metrics = run.evaluate(optimizer.evaluation_params(state))
+        if found is None:
+            found = run.evaluate(optimizer.evaluation_params(state), resolved.model.schedule)
         saved.wait()
         best = saved.best
         more: dict[str, Any] = {"step": resolved.total_steps}
         if best is not None:
             more["best"] = {"step": best[0], **best[1]}
         _draw(workdir, run, optimizer.evaluation_params(state))
-        return _finish(workdir / "result.json", resolved, metrics, **more)
+        return _finish(workdir / "result.json", resolved, found, **more)
 
 
 def _steps(
@@ -371,22 +408,20 @@ def _steps(
     saved: Checkpoints,
     preemption: Preemption,
     workdir: Path,
-) -> tuple[TrainState | None, dict[str, dict[str, float]] | None]:
+) -> tuple[TrainState | None, Evaluation | None]:
     """Steps `start` to the last one; state None if the run was asked to stop.
 
     The host runs ahead of the device by `IN_FLIGHT` steps and reads the metrics of a step only
-    when a later one is already under way.
+    when a later one is already under way. Where the curriculum has another schedule the step is
+    compiled anew; rates only grow, so none comes twice.
     """
-    config, total = run.recipe.config, run.recipe.total_steps
-    began = time.monotonic()
-    compiled = run.compile_train()
-    say(f"Compiled the training step in {time.monotonic() - began:.1f} s")
+    config, total, pruning = run.recipe.config, run.recipe.total_steps, run.recipe.curriculum
     source: Iterator[Any] = pipeline.train_batches(
         config, start, jax.process_index(), jax.process_count(), stop_step=total
     )
     batches = prefetch(source, run.recipe.mesh)
     in_flight: collections.deque[tuple[int, Any]] = collections.deque()
-    results = None
+    schedule, compiled, found = pruning.at(start), None, None
     with Logger(workdir, start, total, config["batch_size"], config["log_every"]) as logger:
 
         def collect(leave: int) -> None:
@@ -397,7 +432,12 @@ def _steps(
                 logger.train(step, metrics)
 
         for step in range(start + 1, total + 1):
-            state, metrics = compiled(state, next(batches))
+            batch = next(batches)
+            if compiled is None or schedule != pruning.at(step - 1):
+                schedule = pruning.at(step - 1)
+                with logger.pause():
+                    compiled = _compile(run, schedule, batch, step)
+            state, metrics = compiled(state, batch)
             in_flight.append((step, metrics))
             collect(IN_FLIGHT)
             stop = preemption.at(step)
@@ -406,22 +446,34 @@ def _steps(
                 continue
             collect(0)
             with logger.pause():
-                results = None
+                found = None
                 if evaluate and not stop:
-                    results = run.evaluate(optimizer.evaluation_params(state))
-                for split, values in (results or {}).items():
-                    logger.write(step, split, values)
-                    say(
-                        f"step {step}: {split} "
-                        + ", ".join(f"{k} {v:.4f}" for k, v in values.items() if k != "examples")
-                    )
-                first = next(iter(results.values())) if results else None
-                saved.save(step, state, first)
+                    found = run.evaluate(optimizer.evaluation_params(state), schedule)
+                    _log(logger, step, found)
+                # What was measured with fewer tokens pruned is no measure for the best.
+                ranked = found if schedule == run.recipe.model.schedule else None
+                saved.save(step, state, ranked.first if ranked else None)
             if stop and step < total:
                 saved.wait()
                 say(f"SIGTERM: saved step {step} of {total}; the same command resumes")
                 return None, None
-    return state, results
+    return state, found
+
+
+def _compile(run: Run, schedule: Schedule, batch: Mapping[str, Any], step: int) -> Any:
+    began = time.monotonic()
+    compiled = run.compile_train(schedule, batch)
+    left = schedule.patches(math.prod(run.recipe.model.grid))
+    words = f" of step {step} on, {left[-1]} patches left" if run.recipe.curriculum.first else ""
+    say(f"Compiled the training step{words} in {time.monotonic() - began:.1f} s")
+    return compiled
+
+
+def _log(logger: Logger, step: int, found: Evaluation) -> None:
+    for split, values in found.metrics.items():
+        logger.write(step, split, values)
+        words = ", ".join(f"{k} {v:.4f}" for k, v in values.items() if k != "examples")
+        say(f"step {step}: {split} {words}")
 
 
 def evaluate(config: Any, workdir: str | Path) -> dict[str, Any]:
@@ -438,5 +490,5 @@ def evaluate(config: Any, workdir: str | Path) -> dict[str, Any]:
     run = Run(resolved)
     path = checkpoints.find(workdir, "best", resolved.task.BEST)
     say(f"Evaluates {path}")
-    metrics = run.evaluate(run.restore_params(path))
-    return _finish(workdir / "eval.json", resolved, metrics, step=int(path.name))
+    found = run.evaluate(run.restore_params(path), resolved.model.schedule)
+    return _finish(workdir / "eval.json", resolved, found, step=int(path.name))

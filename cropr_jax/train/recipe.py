@@ -1,172 +1,33 @@
 """From a config to everything a run needs, checked before anything slow happens.
 
-`resolve` raises one clear error or returns a `Recipe`; `card` prints it.
+`resolve` raises one clear error or returns a `Recipe`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-import jax
 import optax
+from jax import device_count
 from jax.sharding import Mesh
 
 from cropr_jax import models, tasks
-from cropr_jax.bench import flops
 from cropr_jax.convert import resample
 from cropr_jax.data import pipeline
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
-from cropr_jax.reducers import registry
-from cropr_jax.train import logging, optimizer, routers, schedules, sharding
+from cropr_jax.schedule import Schedule
+from cropr_jax.train import curriculum, fields, optimizer, routers, schedules, sharding
+from cropr_jax.train.curriculum import Curriculum
 from cropr_jax.train.mixup import MixupConfig
 from cropr_jax.train.step import Step
 
-# Names that a config may have, by section; those after None may be left out.
-_MODEL = {"name", "variant", "reduction", *(f.name for f in dataclasses.fields(ViT))}
-FIELDS: dict[str, tuple[set[str], set[str]]] = {
-    "": (
-        {
-            "task",
-            "seed",
-            "total_epochs",
-            "batch_size",
-            "eval_batch_size",
-            "log_every",
-            "eval_every",
-            "checkpoint_every",
-            "data",
-            "preprocess",
-            "mixup",
-            "optimizer",
-            "mesh",
-            "model",
-        },
-        {
-            "total_steps",
-            "accum_steps",
-            "cpu_devices",
-            "init",
-            "init_resampling",
-            "teacher",
-            "train",
-            "targets",
-            "distributed",
-        },
-    ),
-    "data": (
-        {"source", "train", "eval", "workers"},
-        {"name", "dir", "env", "num_examples", "image_size", "num_classes"},
-    ),
-    "preprocess": ({"res", "mean", "std", "interpolation", "crop_ratio", "train"}, set()),
-    "preprocess.train": ({"crop_scale", "flip", "rand_augment", "erase"}, set()),
-    "mixup": ({"mixup", "cutmix", "switch_prob", "group", "label_smoothing"}, set()),
-    "optimizer": (
-        {
-            "lr",
-            "min_lr",
-            "warmup_epochs",
-            "schedule",
-            "weight_decay",
-            "betas",
-            "eps",
-            "layer_decay",
-        },
-        {"lr_reference", "clip_norm", "freeze", "ema"},
-    ),
-    "mesh": ({"data", "fsdp"}, set()),
-    "model": ({"image_size", "num_classes", "reduction"}, _MODEL),
-    "model.reduction": ({"name"}, {"schedule", "rate", "fusion", "options"}),
-}
-# Fields that may change between two starts of one run: none of them changes a trained number.
-FREE = (
-    "log_every",
-    "eval_batch_size",
-    "data.dir",
-    "data.env",
-    "data.workers",
-    "data.eval",
-    "mesh",
-    "cpu_devices",
-    "distributed",
-)
-
-
-def plain(config: Any) -> dict[str, Any]:
-    """The config as nested dictionaries of JSON values (tuples become lists)."""
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    return json.loads(json.dumps(config))
-
-
-def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{'a.b': value}` of a nested dictionary."""
-    flat = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= leaves(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
-def check_names(config: Mapping[str, Any]) -> None:
-    """Refuses unknown and missing fields.
-
-    Raises:
-      ConfigError: naming the field, with the names that come close.
-    """
-    for section, (needed, optional) in FIELDS.items():
-        node: Any = config
-        for part in section.split(".") if section else ():
-            node = node[part]
-        where = f"config.{section}" if section else "config"
-        if not isinstance(node, Mapping):
-            raise ConfigError(f"{where}: found {node!r}, expected a section with {sorted(needed)}")
-        for name in node:
-            if name not in needed | optional:
-                close = difflib.get_close_matches(name, needed | optional, 3, 0.5)
-                hint = (
-                    f"did you mean {' or '.join(close)}?"
-                    if close
-                    else (f"it may have {', '.join(sorted(needed | optional))}")
-                )
-                raise ConfigError(f"{where}.{name}: no such field; {hint}")
-        for name in sorted(needed):
-            if name not in node:
-                raise ConfigError(f"{where}.{name} is missing")
-
-
-def difference(
-    config: Mapping[str, Any], before: Mapping[str, Any], free: Iterable[str] = FREE
-) -> str | None:
-    """Name of the first field that differs between two configs, None if only `free` ones do."""
-    new, old = leaves(config), leaves(before)
-    for name in sorted(new.keys() | old.keys()):
-        if any(name == field or name.startswith(field + ".") for field in free):
-            continue
-        if new.get(name) != old.get(name):
-            return name
-    return None
-
-
-def check_same(config: Mapping[str, Any], before: Mapping[str, Any], workdir: Any) -> None:
-    """Refuses to go on in a work directory that another config began.
-
-    Raises:
-      ConfigError: naming the first field that differs and may not.
-    """
-    if name := difference(config, before):
-        raise ConfigError(
-            f"config.{name}: {leaves(config).get(name)!r}, but the run in '{workdir}' began with "
-            f"{leaves(before).get(name)!r}: choose another --workdir, or remove that one"
-        )
+DECAYS: dict[str, Any] = {"cosine": schedules.WarmupCosine, "poly": schedules.WarmupPoly}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,10 +42,11 @@ class Recipe:
       task: module of `cropr_jax.tasks`.
       mesh: devices.
       schedule: learning rate by step.
+      curriculum: pruning schedule by step.
       class_names: by label.
       trainable: names of the trained parameters.
       optimizer: of those.
-      mixing: mixup, CutMix, label smoothing.
+      mixing: mixup, CutMix, label smoothing; None for a task whose images are not mixed.
       examples: training examples.
       eval_examples: examples of each evaluation split.
       steps_per_epoch: optimizer steps of an epoch.
@@ -197,21 +59,26 @@ class Recipe:
     teacher: ViT | None
     task: ModuleType
     mesh: Mesh
-    schedule: schedules.WarmupCosine
+    schedule: schedules.Decay
+    curriculum: Curriculum
     class_names: tuple[str, ...]
     trainable: tuple[str, ...]
     optimizer: optax.GradientTransformation
-    mixing: MixupConfig
+    mixing: MixupConfig | None
     examples: int
     eval_examples: dict[str, int]
     steps_per_epoch: int
     total_steps: int
     eval_every: int
 
-    def step(self) -> Step:
-        """The pure functions of a step."""
+    def step(self, schedule: Schedule | None = None) -> Step:
+        """The pure functions of a step.
+
+        Args:
+          schedule: of pruning, the model's own by default.
+        """
         return Step(
-            model=self.model,
+            model=self.model.clone(schedule=schedule or self.model.schedule),
             task=self.task,
             optimizer=self.optimizer,
             schedule=self.schedule,
@@ -233,12 +100,12 @@ def _positive(config: Mapping[str, Any], names: Iterable[str]) -> None:
             raise ConfigError(f"config.{name}: found {value!r}, expected a positive whole number")
 
 
-def _check_batches(config: Mapping[str, Any], mixing: MixupConfig) -> None:
+def _check_batches(config: Mapping[str, Any], mixing: MixupConfig | None) -> None:
     """Batches must divide, on every device of every host, into equal micro-batches."""
     _positive(
         config, ("batch_size", "eval_batch_size", "accum_steps", "log_every", "checkpoint_every")
     )
-    devices, accum = jax.device_count(), config.get("accum_steps", 1)
+    devices, accum = device_count(), config.get("accum_steps", 1)
     parts = devices * accum
     if config["batch_size"] % parts:
         near = max(config["batch_size"] // parts, 1) * parts
@@ -251,7 +118,7 @@ def _check_batches(config: Mapping[str, Any], mixing: MixupConfig) -> None:
             f"config.eval_batch_size: {config['eval_batch_size']} does not divide by {devices} "
             "devices"
         )
-    if mixing.active:
+    if mixing is not None and mixing.active:
         mixing.groups(config["batch_size"])
 
 
@@ -278,6 +145,16 @@ def _check_data(config: Mapping[str, Any], model: ViT) -> tuple[int, dict[str, i
     if not names:
         raise ConfigError("config.data.eval: empty, expected {name: split}, e.g. {'test': 'test'}")
     return examples, {name: pipeline.num_examples(config, name) for name in names}
+
+
+def _check_head(config: Mapping[str, Any]) -> None:
+    """The model must predict what the task asks for."""
+    head = config["model"].get("head") or "classification"
+    if head != config["task"]:
+        raise ConfigError(
+            f"config.model.head: found {head!r}, but config.task is {config['task']!r}: they must "
+            "be the same"
+        )
 
 
 def make_teacher(config: Mapping[str, Any], model: ViT) -> ViT | None:
@@ -331,14 +208,15 @@ def resolve(config: Any) -> Recipe:
     Raises:
       ConfigError: naming field or file, what was found, what was expected.
     """
-    values = plain(config)
-    check_names(values)
+    values = fields.plain(config)
+    fields.check_names(values)
     task = tasks.get(values["task"])
-    mixing = MixupConfig(**values["mixup"])
+    mixing = MixupConfig(**values["mixup"]) if "mixup" in values else None
     _check_batches(values, mixing)
     mesh = sharding.make_mesh(**values["mesh"])
     if not values["model"]["num_classes"]:  # those of the data
         values["model"]["num_classes"] = len(pipeline.class_names(values))
+    _check_head(values)
     model = models.create(values["model"])
     routers.check(values, model)
     teacher = make_teacher(values, model)
@@ -347,12 +225,19 @@ def resolve(config: Any) -> Recipe:
     per_epoch = pipeline.steps_per_epoch(values)
     total, warmup = total_steps(values, per_epoch)
     settings = values["optimizer"]
-    models.choose("optimizer.schedule", settings["schedule"], ("cosine",))
+    decay = DECAYS[models.choose("optimizer.schedule", settings["schedule"], DECAYS)]
+    if "power" in settings:
+        if decay is not schedules.WarmupPoly or settings["power"] <= 0:
+            raise ConfigError(
+                f"config.optimizer.power: found {settings['power']!r}, expected a positive number "
+                "with schedule='poly', and none with another"
+            )
+        decay = functools.partial(decay, power=settings["power"])
     resample.check_rule(values.get("init_resampling") or "timm", "config.init_resampling")
     peak = schedules.effective_learning_rate(
         settings["lr"], values["batch_size"], settings.get("lr_reference", 256)
     )
-    schedule = schedules.WarmupCosine(peak, settings["min_lr"], warmup, total)
+    schedule = decay(peak, settings["min_lr"], warmup, total)
     names = list(optimizer.flatten(models.abstract_params(model)))
     trainable = optimizer.trainable_names(names, routers.freeze(values))
     made = optimizer.adamw(
@@ -372,6 +257,7 @@ def resolve(config: Any) -> Recipe:
         task=task,
         mesh=mesh,
         schedule=schedule,
+        curriculum=curriculum.make(values, model, total / values["total_epochs"]),
         class_names=pipeline.class_names(values),
         trainable=trainable,
         optimizer=made,
@@ -382,121 +268,3 @@ def resolve(config: Any) -> Recipe:
         total_steps=total,
         eval_every=round(values["eval_every"] * per_epoch) or int(values["eval_every"] > 0),
     )
-
-
-def facts(recipe: Recipe) -> dict[str, Any]:
-    """What the model costs: tokens after every site, TPR, parameters full and slim, MACs."""
-    model = recipe.model
-    height, width = model.grid
-    params = models.abstract_params(model)
-    slim = jax.eval_shape(lambda p: models.slim(model, p)[1], params)
-    macs = flops.count(model.clone(slim=True))
-    return {
-        "tokens": list(model.schedule.tokens(height * width, model.prefix)),
-        "tpr": model.schedule.tpr(height * width),
-        "params": models.count(params),
-        "params_slim": models.count(slim),
-        "params_trained": sum(optimizer.flatten(params)[name].size for name in recipe.trainable),
-        "macs_linear": macs.linear,
-        "macs_all": macs.all,
-    }
-
-
-def _reduction(values: Mapping[str, Any]) -> str:
-    """The method in words, with those options that are not its own defaults."""
-    if values["name"] == "none":
-        return "none"
-    method = registry.method(values["name"])
-    before = {"schedule": "", "rate": "R ", "fusion": "fusion "}
-    words = [values["name"], *(f"{word}{values[k]}" for k, word in before.items() if k in values)]
-    words += [
-        f"{name} {value}"
-        for name, value in values.get("options", {}).items()
-        if value != getattr(method, name)
-    ]
-    return ", ".join(words)
-
-
-def _losses(recipe: Recipe) -> str:
-    """All losses in words."""
-    model = recipe.model
-    words = ["" if model.reduction == "none" else model.make_reducer().describe_losses]
-    if routers.only(recipe.config):
-        words += ["only the routers are trained"]
-    if routers.from_model(recipe.config):
-        words += ["targets are the predictions of the frozen model, unpruned"]
-    return ", ".join(filter(None, ["cross-entropy", *words]))
-
-
-def card(recipe: Recipe) -> str:
-    """The resolved recipe in a table."""
-    config, model, found = recipe.config, recipe.model, facts(recipe)
-    height, width = model.grid
-    accum = config.get("accum_steps", 1)
-    settings = config["optimizer"]
-    rows: list[tuple[str, Any]] = [
-        (
-            "data",
-            f"{config['data'].get('name') or config['data']['source']}, {recipe.examples} "
-            f"training images; " + ", ".join(f"{k} {v}" for k, v in recipe.eval_examples.items()),
-        ),
-        (
-            "model",
-            f"width {model.width}, depth {model.depth}, heads {model.heads}, image "
-            f"{'x'.join(map(str, model.image_size))}, patch "
-            f"{'x'.join(map(str, model.patch))}, pool {model.pool}, "
-            f"{config['model'].get('dtype', 'float32')}",
-        ),
-        ("reduction", _reduction(config["model"]["reduction"])),
-        ("losses", _losses(recipe)),
-        (
-            "tokens",
-            f"{height * width + model.prefix} -> " + (" ".join(map(str, found["tokens"])) or "all"),
-        ),
-        ("total pruning ratio", f"{found['tpr']:.1%} of {height * width} patches"),
-        (
-            "parameters",
-            f"{found['params']:,} in training ({found['params_trained']:,} trained), "
-            f"{found['params_slim']:,} slim",
-        ),
-        (
-            "MACs per image",
-            f"{found['macs_linear'] / 1e9:.4g} G linear, {found['macs_all'] / 1e9:.4g} G with the "
-            "attention products",
-        ),
-        (
-            "batch",
-            f"{config['batch_size']} images = {jax.device_count()} devices x {accum} "
-            f"micro-batches x {config['batch_size'] // accum // jax.device_count()}",
-        ),
-        (
-            "steps",
-            f"{recipe.total_steps} = {recipe.total_steps / recipe.steps_per_epoch:.4g} epochs "
-            f"of {recipe.steps_per_epoch}; warm-up {recipe.schedule.warmup_steps}",
-        ),
-        (
-            "learning rate",
-            f"{settings['lr']:g} x {config['batch_size']}/"
-            f"{settings.get('lr_reference', 256)} = {recipe.schedule.peak:g}, cosine "
-            f"to {settings['min_lr']:g}, layer decay {settings['layer_decay']:g}",
-        ),
-        (
-            "AdamW",
-            f"betas {tuple(settings['betas'])}, weight decay {settings['weight_decay']:g}, "
-            f"clip {settings.get('clip_norm') or 'off'}, "
-            f"average {settings.get('ema') or 'off'}",
-        ),
-        ("mixing", ", ".join(f"{k} {v:g}" for k, v in config["mixup"].items())),
-        (
-            "mesh",
-            " x ".join(f"{axis} {size}" for axis, size in recipe.mesh.shape.items())
-            + f" ({jax.devices()[0].device_kind}, {jax.process_count()} processes)",
-        ),
-        ("seed", config["seed"]),
-    ]
-    rows += [
-        (words, config[field])
-        for field, words in (("init", "starts from"), ("teacher", "learns from"))
-        if config.get(field)
-    ]
-    return logging.table(rows, "Recipe")

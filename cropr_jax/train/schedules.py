@@ -1,11 +1,12 @@
-"""Learning rate by step: linear warm-up, then half a cosine.
+"""Learning rate by step: linear warm-up, then half a cosine or a power of what is left.
 
-Source: `benbergner/cropr: cls/utils.py` (`cosine_scheduler`), which gave the published numbers,
-and facts of the paper's table of hyperparameters (`tab:in_mae_hyperp`).
+Sources: `benbergner/cropr: cls/utils.py` (`cosine_scheduler`) and `segm/optim/scheduler.py`
+(`PolynomialLR`), which gave the published numbers, and facts of the paper's tables of
+hyperparameters (`tab:in_mae_hyperp`, `tab:ade_hyperp`).
 
-Differs from `optax.warmup_cosine_decay_schedule` as the released code does: the warm-up is a line
-through both ends (its last step already has the peak, and the cosine starts there once more), and
-the first value, 0, is replaced by the second, so that no step is wasted.
+The cosine differs from `optax.warmup_cosine_decay_schedule` as the released code does: the warm-up
+is a line through both ends (its last step already has the peak, and the cosine starts there once
+more), and the first value, 0, is replaced by the second, so that no step is wasted.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ def effective_learning_rate(base: float | int, batch_size: int, reference: int =
 
 
 @dataclasses.dataclass(frozen=True)
-class WarmupCosine:
+class Decay:
     """Learning rate of each step, a pure function usable in and out of `jax.jit`.
 
     Attributes:
       peak: rate at the end of the warm-up.
-      floor: rate that the cosine would reach at step `total_steps`.
+      floor: rate that would be reached at step `total_steps`.
       warmup_steps: steps of the warm-up, 0 for none.
       total_steps: steps of the whole run.
     """
@@ -62,7 +63,7 @@ class WarmupCosine:
         steps_per_epoch: float | int,
         epochs: float | int,
         warmup_epochs: float | int,
-    ) -> WarmupCosine:
+    ) -> Decay:
         """Steps from epochs; `steps_per_epoch` may be a fraction, counts round up as released."""
         return cls(
             peak,
@@ -70,6 +71,15 @@ class WarmupCosine:
             math.ceil(warmup_epochs * steps_per_epoch),
             math.ceil(epochs * steps_per_epoch),
         )
+
+    def __call__(self, step: ArrayLike) -> jax.Array:
+        """Rate of `step` (counted from 0), float32; beyond the end it stays at the last value."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmupCosine(Decay):
+    """Half a cosine after the warm-up."""
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         """Rate of `step` (counted from 0), float32; beyond the end it stays at the last value."""
@@ -84,3 +94,26 @@ class WarmupCosine:
         cosine = jnp.square(jnp.cos(done * (0.5 * math.pi / decay_steps)))
         decayed = self.floor + (self.peak - self.floor) * cosine
         return jnp.where(step < self.warmup_steps, jnp.minimum(warm, self.peak), decayed)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmupPoly(Decay):
+    """A power of the share of the run that is left; the warm-up is a line from 0 to that curve.
+
+    As in `WarmupCosine` the first value, 0, is replaced by the second.
+
+    Attributes:
+      power: 1 for a line.
+    """
+
+    power: float = 0.9
+
+    def __call__(self, step: ArrayLike) -> jax.Array:
+        step = jnp.asarray(step)
+        warmup = max(self.warmup_steps, 1)
+        left = self.total_steps - jnp.clip(step, self.warmup_steps, self.total_steps)
+        curve = (left.astype(jnp.float32) / self.total_steps) ** self.power
+        warm = jnp.clip(step, 1, warmup).astype(jnp.float32) / warmup
+        return self.floor + (self.peak - self.floor) * curve * jnp.where(
+            step < self.warmup_steps, warm, 1.0
+        )

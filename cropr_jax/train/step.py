@@ -23,7 +23,7 @@ from cropr_jax.reducers.distillation import Prediction
 from cropr_jax.train import mixup, optimizer, sharding
 from cropr_jax.train.optimizer import Flat, TrainState
 
-Batch = dict[str, jax.Array]
+Batch = dict[str, Any]  # arrays; of targets perhaps a tree of them
 Metrics = dict[str, jax.Array]
 
 # What the keys that are folded from the seed are for.
@@ -40,7 +40,7 @@ class Step:
       optimizer: transformation of flat trainable gradients.
       schedule: learning rate by step, for the log.
       trainable: names of the parameters that are trained.
-      mixing: mixup, CutMix and label smoothing.
+      mixing: mixup, CutMix and label smoothing; None for a task whose images are not mixed.
       accum_steps: micro-batches of a step.
       ema: decay of the average of parameters, None for no average.
       seed: of the run.
@@ -54,7 +54,7 @@ class Step:
     optimizer: optax.GradientTransformation
     schedule: Callable[[jax.Array], jax.Array]
     trainable: Sequence[str]
-    mixing: mixup.MixupConfig
+    mixing: mixup.MixupConfig | None
     accum_steps: int
     ema: float | None
     seed: int
@@ -117,16 +117,15 @@ class Step:
         if self.accum_steps == 1:
             return one(batch)
 
-        strided = {
-            name: x.reshape(x.shape[0] // self.accum_steps, self.accum_steps, *x.shape[1:])
-            for name, x in batch.items()
-        }
+        def cut(x: jax.Array) -> jax.Array:
+            return x.reshape(x.shape[0] // self.accum_steps, self.accum_steps, *x.shape[1:])
+
+        strided = jax.tree.map(cut, batch)
 
         def pick(j: jax.Array) -> Batch:
-            return {
-                name: jax.lax.dynamic_index_in_dim(x, j, axis=1, keepdims=False)
-                for name, x in strided.items()
-            }
+            return jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, j, axis=1, keepdims=False), strided
+            )
 
         def add(total: Any, j: jax.Array) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, one(pick(j))), None
@@ -137,23 +136,30 @@ class Step:
         total, _ = jax.lax.scan(add, zeros, jnp.arange(self.accum_steps))
         return jax.tree.map(lambda x: x / self.accum_steps, total)
 
+    def targets(self, batch: Batch, step: jax.Array) -> Batch:
+        """What the model is to see and to predict: `{image, targets, id}`."""
+        images, labels = batch["image"], batch["label"]
+        if self.mixing is None:
+            targets = self.task.targets(labels, self.model)
+        else:
+            key = jax.random.fold_in(self.key(MIXUP_KEY), step)
+            images, targets = mixup.mix(self.mixing, key, images, labels, self.model.num_classes)
+        return {"image": images, "targets": targets, "id": batch["id"]}
+
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step on a global batch.
 
         Args:
           state: before the step; to be donated.
-          batch: `image` float32 [b, h, w, 3] normalised, `label` int [b], `id` int [b].
+          batch: `image` float32 [b, h, w, 3] normalised, `label` int [b] or [b, h, w], `id` int
+            [b].
 
         Returns:
           The state after the step, and scalars: loss and its parts, learning rate, gradient norm.
         """
-        mix_key = jax.random.fold_in(self.key(MIXUP_KEY), state.step)
-        images, targets = mixup.mix(
-            self.mixing, mix_key, batch["image"], batch["label"], self.model.num_classes
-        )
-        mixed = {"image": images, "targets": targets, "id": batch["id"]}
+        targeted = self.targets(batch, state.step)
         chosen, frozen = optimizer.split(state.params, self.trainable)
-        grads, metrics = self.gradients(chosen, frozen, state.teacher, mixed, state.step)
+        grads, metrics = self.gradients(chosen, frozen, state.teacher, targeted, state.step)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, chosen)
         moved: Any = optax.apply_updates(chosen, updates)
         metrics |= {
@@ -170,7 +176,7 @@ class Step:
         return after, metrics
 
     def evaluate(self, params: dict[str, Any], batch: Batch) -> Metrics:
-        """Sums over the real examples of a batch `{image, label, id, mask}`."""
+        """The task's sums over the real examples of a batch `{image, label, id, mask, ...}`."""
         params = gather(params, self.mesh)
         keys = rng.example_keys(self.key(EVAL_KEY), 0, batch["id"])
         logits, _ = self.model.apply({"params": params}, batch["image"], train=False, keys=keys)

@@ -16,7 +16,7 @@ import tiny_config
 
 import cropr_jax
 from cropr_jax import models
-from cropr_jax.train import checkpoints, loop, recipe
+from cropr_jax.train import checkpoints, fields, loop, recipe
 from cropr_jax.train.logging import drop_records_after
 from cropr_jax.train.optimizer import flatten
 
@@ -115,7 +115,7 @@ def test_what_a_run_leaves(uninterrupted, cache):
     assert set(result["metrics"]["test"]) == {"top1", "top5", "loss", "examples"}
     assert result["metrics"]["test"]["examples"] == 21
     assert result["tokens"] == [13] and result["versions"]["jax"] == jax.__version__
-    assert result["config"] == recipe.plain(tiny_config.get_config())
+    assert result["config"] == fields.plain(tiny_config.get_config())
     assert [row["step"] for row in records(workdir)] == [2, 4, 4, 6, 8, 8]
     assert list((workdir / "tensorboard").glob("events*"))
     # Evaluating says the same; the step need not be compiled for it.

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import fixture_names, load_fixture
+from state_dicts import cropr_names
 
 from cropr_jax import models
 from cropr_jax.errors import ConfigError
@@ -180,3 +182,37 @@ def test_average_of_parameters():
     evaluated = optimizer.evaluation_params(state)["head"]
     assert (float(evaluated["bias"][0]), float(evaluated["kernel"][0])) == (1.0, 5.0)
     assert optimizer.update_ema(None, {}, None) is None
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", fixture_names("optim_segm"))
+def test_released_groups_of_segmentation(name):
+    """Decay and layer of every parameter; drop path of every block."""
+    meta = load_fixture(name)[1]
+    kwargs, cropr = meta["model_kwargs"], meta["cropr_cfg"]
+    patches = (kwargs["img_size"] // kwargs["patch_size"]) ** 2
+    model = models.create({
+        "name": "eva02", "head": "segmentation", "width": kwargs["embed_dim"],
+        "depth": kwargs["depth"], "heads": kwargs["num_heads"], "patch": kwargs["patch_size"],
+        "image_size": kwargs["img_size"], "num_classes": kwargs["num_classes"],
+        "drop_path": kwargs["drop_path_rate"],
+        # More than there are patches: the released module is made without a look at them.
+        "reduction": {"name": "cropr", "rate": min(cropr["pruning_rate"], patches // 8)},
+    })  # fmt: skip
+    rates = meta["drop_path_by_block"]
+    np.testing.assert_allclose(model.drop_rates(), rates, rtol=1e-6)
+
+    flat = flatten(models.abstract_params(model))
+    names = list(flat)
+    # Each parameter filled with its own number, to be known again under its released name.
+    marked = {k: np.full(leaf.shape, i, np.float32) for i, (k, leaf) in enumerate(flat.items())}
+    ours = {theirs: names[int(x.flat[0])] for theirs, x in cropr_names(marked).items()}
+    groups = meta["param_groups"]
+    assert ours.keys() == groups.keys()
+    scales = {group["lr_scale"] for group in groups.values()}
+    multipliers = layer_multipliers(names, model.depth, max(scales - {1.0}))
+    decayed = match(names, optimizer.WEIGHT_DECAY, "weight decay")
+    weight_decay = max(group["weight_decay"] for group in groups.values())
+    for theirs, group in groups.items():
+        assert multipliers[ours[theirs]] == pytest.approx(group["lr_scale"]), theirs
+        assert decayed[ours[theirs]] * weight_decay == group["weight_decay"], theirs

@@ -7,7 +7,8 @@ import pytest
 import tiny_config
 
 from cropr_jax.errors import ConfigError
-from cropr_jax.train import recipe
+from cropr_jax.train import fields, recipe
+from cropr_jax.train.card import card, facts
 
 
 def config_with(**changes):
@@ -29,25 +30,25 @@ def test_numbers_of_the_recipe():
     assert resolved.schedule.warmup_steps == 2
     assert resolved.schedule.peak == 0.05 * 16 / 256
     assert resolved.eval_examples == {"test": 21}
-    found = recipe.facts(resolved)
+    found = facts(resolved)
     assert found["tokens"] == [13] and found["tpr"] == 0.25
     assert found["params_slim"] < found["params"] == found["params_trained"]
 
 
 def test_card_tells_what_matters():
-    card = recipe.card(recipe.resolve(config_with()))
-    for text in (
+    text = card(recipe.resolve(config_with()))
+    for words in (
         "0.05 x 16/256 = 0.003125",
         "17 -> 13",
         "25.0% of 16 patches",
         "8 = 2 epochs of 4",
         "cropr, per_block, R 3, fusion llf\n",
     ):
-        assert text in card
+        assert words in text
     values = {"name": "cropr", "schedule": "per_block", "rate": 3, "fusion": "llf"}
     ablation = values | {"options": {"heads": 2, "mlp": True}}
-    card = recipe.card(recipe.resolve(config_with(model__reduction=ablation)))
-    assert "cropr, per_block, R 3, fusion llf, heads 2\n" in card
+    text = card(recipe.resolve(config_with(model__reduction=ablation)))
+    assert "cropr, per_block, R 3, fusion llf, heads 2\n" in text
 
 
 DISTILLED = {
@@ -63,13 +64,13 @@ def test_teacher():
     resolved = recipe.resolve(config_with(model__reduction=DISTILLED, teacher="runs/whole"))
     assert resolved.teacher is not None and resolved.step().teacher is resolved.teacher
     assert resolved.teacher.reduction == "none" and resolved.teacher.pool == resolved.model.pool
-    card = recipe.card(resolved)
+    text = card(resolved)
     words = "cross-entropy, 2 x ratio, 0.5 x (KL of logits, mse of tokens)"
-    assert re.search(rf"losses +{re.escape(words)}\n", card)
-    assert re.search(r"learns from +runs/whole", card)
+    assert re.search(rf"losses +{re.escape(words)}\n", text)
+    assert re.search(r"learns from +runs/whole", text)
     plain = recipe.resolve(config_with(model__reduction=DISTILLED | {"options": {}}))
     assert plain.teacher is None
-    assert re.search(r"losses +cross-entropy, 2 x ratio\n", recipe.card(plain))
+    assert re.search(r"losses +cross-entropy, 2 x ratio\n", card(plain))
 
 
 ROUTERS = {"train": "routers", "init": "runs/whole", "model__drop_path": 0.0}
@@ -84,9 +85,9 @@ def test_routers_alone(targets):
     # Layer-wise decay, 0.75 here, must not make the first routers crawl.
     names, depth = resolved.trainable, resolved.model.depth
     assert set(recipe.optimizer.layer_multipliers(names, depth, 0.75).values()) == {1.0}
-    card = recipe.card(resolved)
-    assert "auxiliary cross-entropy of each site, only the routers are trained" in card
-    assert ("targets are the predictions of the frozen model" in card) == step.from_model
+    text = card(resolved)
+    assert "auxiliary cross-entropy of each site, only the routers are trained" in text
+    assert ("targets are the predictions of the frozen model" in text) == step.from_model
 
 
 def test_total_steps_scale_the_warmup():
@@ -95,7 +96,7 @@ def test_total_steps_scale_the_warmup():
 
 
 def test_config_is_plain_json():
-    values = recipe.plain(config_with())
+    values = fields.plain(config_with())
     assert json.loads(json.dumps(values)) == values
     assert values["preprocess"]["res"] == [8, 8]
 
@@ -147,7 +148,7 @@ def test_missing_field_is_named():
 
 
 def test_another_config_in_the_same_place():
-    before = recipe.plain(config_with())
-    recipe.check_same(recipe.plain(config_with(log_every=7, mesh__fsdp=2)), before, "w")
+    before = fields.plain(config_with())
+    fields.check_same(fields.plain(config_with(log_every=7, mesh__fsdp=2)), before, "w")
     with pytest.raises(ConfigError, match="config.optimizer.lr: 0.1, but .*began with 0.05"):
-        recipe.check_same(recipe.plain(config_with(optimizer__lr=0.1)), before, "w")
+        fields.check_same(fields.plain(config_with(optimizer__lr=0.1)), before, "w")

@@ -1,13 +1,14 @@
 """Warm-up and cosine against the released code's numbers and against NumPy."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 from conftest import fixture_names, load_fixture
 
 from cropr_jax.errors import ConfigError
-from cropr_jax.train.schedules import WarmupCosine, effective_learning_rate
+from cropr_jax.train.schedules import WarmupCosine, WarmupPoly, effective_learning_rate
 
 
 def reference(peak, floor, warmup, total):
@@ -65,3 +66,35 @@ def test_impossible_warmup():
 
 def test_effective_rate_of_the_paper():
     assert effective_learning_rate(1e-3, 1024) == 4e-3
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", fixture_names("optim_segm"))
+def test_released_polynomial(name):
+    meta = load_fixture(name)[1]
+    case = meta["poly"]
+    power = float(re.search(r"\*\*([\d.]+)", case["formula"])[1])
+    used = meta["learning_rates_in_use_by_step"]
+    # Every group of parameters has the same rate, so layer-wise decay is off.
+    assert all(len(set(rates)) == 1 for rates in used.values())
+    expected = case["at"] | {step: rates[0] for step, rates in used.items()}
+    peak = expected["0"]
+    schedule = WarmupPoly(peak, 0.0, 0, case["iter_max"], power)
+    got = schedule(np.array([int(step) for step in expected]))
+    np.testing.assert_allclose(got, list(expected.values()), rtol=1e-6, atol=2e-7 * peak)
+
+
+def test_polynomial_by_hand():
+    schedule = WarmupPoly(1.0, 0.1, 3, 10, 0.5)
+    curve = [0.1 + 0.9 * (1 - step / 10) ** 0.5 for step in range(11)]
+    # The warm-up goes from 0 to the curve, the first step taking the rate of the second.
+    top = 0.9 * 0.7**0.5
+    curve[:3] = [0.1 + top / 3, 0.1 + top / 3, 0.1 + top * 2 / 3]
+    np.testing.assert_allclose(schedule(np.arange(11)), curve, rtol=1e-6)
+    assert float(schedule(99)) == pytest.approx(0.1)
+
+
+def test_line_is_a_power():
+    np.testing.assert_allclose(
+        WarmupPoly(2.0, 0.0, 0, 4, 1.0)(np.arange(5)), [2, 1.5, 1, 0.5, 0], rtol=1e-6
+    )

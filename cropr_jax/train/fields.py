@@ -1,0 +1,194 @@
+"""The fields of a config: which there are, and which may differ between two starts of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cropr_jax import tasks
+from cropr_jax.errors import ConfigError
+from cropr_jax.models import Segmenter
+
+Names = tuple[set[str], set[str]]
+
+_MODEL = {"name", "variant", "head", "reduction"}
+_MODEL |= {field.name for field in dataclasses.fields(Segmenter)}
+# Names that a config must and may have, by section. A section that is not there is not read; the
+# first one says which must be.
+SHARED: dict[str, Names] = {
+    "": (
+        {
+            "task",
+            "seed",
+            "total_epochs",
+            "batch_size",
+            "eval_batch_size",
+            "log_every",
+            "eval_every",
+            "checkpoint_every",
+            "data",
+            "preprocess",
+            "optimizer",
+            "mesh",
+            "model",
+        },
+        {
+            "total_steps",
+            "accum_steps",
+            "cpu_devices",
+            "init",
+            "init_resampling",
+            "teacher",
+            "train",
+            "targets",
+            "distributed",
+            "curriculum",
+        },
+    ),
+    "data": (
+        {"source", "train", "eval", "workers"},
+        {"name", "dir", "env", "num_examples", "image_size", "num_classes"},
+    ),
+    "optimizer": (
+        {
+            "lr",
+            "min_lr",
+            "warmup_epochs",
+            "schedule",
+            "weight_decay",
+            "betas",
+            "eps",
+            "layer_decay",
+        },
+        {"lr_reference", "power", "clip_norm", "freeze", "ema"},
+    ),
+    "curriculum": ({"epochs"}, {"start", "step"}),
+    "mesh": ({"data", "fsdp"}, set()),
+    "model": ({"image_size", "num_classes", "reduction"}, _MODEL),
+    "model.reduction": ({"name"}, {"schedule", "rate", "fusion", "options"}),
+}
+# What each task has beside them.
+OF_TASK: dict[str, dict[str, Names]] = {
+    "classification": {
+        "": ({"mixup"}, set()),
+        "mixup": ({"mixup", "cutmix", "switch_prob", "group", "label_smoothing"}, set()),
+        "preprocess": ({"res", "mean", "std", "interpolation", "crop_ratio", "train"}, set()),
+        "preprocess.train": ({"crop_scale", "flip", "rand_augment", "erase"}, set()),
+    },
+    "segmentation": {
+        "data": (set(), {"ignore", "zero_is_ignored"}),
+        "preprocess": ({"res", "mean", "std", "train"}, set()),
+        "preprocess.train": (
+            {"resize_base", "ratio_range", "cat_max_ratio", "flip", "photometric"},
+            set(),
+        ),
+    },
+}
+# Fields that may change between two starts of one run: none of them changes a trained number.
+FREE = (
+    "log_every",
+    "eval_batch_size",
+    "data.dir",
+    "data.env",
+    "data.workers",
+    "data.eval",
+    "mesh",
+    "cpu_devices",
+    "distributed",
+)
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """The config as nested dictionaries of JSON values (tuples become lists)."""
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    return json.loads(json.dumps(config))
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{'a.b': value}` of a nested dictionary."""
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= leaves(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def fields_of(task: str) -> dict[str, Names]:
+    """Needed and optional names of each section.
+
+    Raises:
+      ConfigError: on an unknown task.
+    """
+    tasks.get(task)
+    merged = dict(SHARED)
+    for section, (needed, optional) in OF_TASK[task].items():
+        before = merged.get(section, (set(), set()))
+        merged[section] = before[0] | needed, before[1] | optional
+    return merged
+
+
+def _section(config: Mapping[str, Any], name: str) -> Any:
+    """A section by its dotted name, None if it is not there."""
+    node: Any = config
+    for part in name.split(".") if name else ():
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def check_names(config: Mapping[str, Any]) -> None:
+    """Refuses unknown and missing fields.
+
+    Raises:
+      ConfigError: naming the field, with the names that come close.
+    """
+    for section, (needed, optional) in fields_of(config.get("task", "")).items():
+        node = _section(config, section)
+        if node is None:
+            continue
+        where = f"config.{section}" if section else "config"
+        if not isinstance(node, Mapping):
+            raise ConfigError(f"{where}: found {node!r}, expected a section with {sorted(needed)}")
+        for name in node:
+            if name not in needed | optional:
+                close = difflib.get_close_matches(name, needed | optional, 3, 0.5)
+                hint = (
+                    f"did you mean {' or '.join(close)}?"
+                    if close
+                    else (f"it may have {', '.join(sorted(needed | optional))}")
+                )
+                raise ConfigError(f"{where}.{name}: no such field; {hint}")
+        for name in sorted(needed):
+            if name not in node:
+                raise ConfigError(f"{where}.{name} is missing")
+
+
+def difference(
+    config: Mapping[str, Any], before: Mapping[str, Any], free: Iterable[str] = FREE
+) -> str | None:
+    """Name of the first field that differs between two configs, None if only `free` ones do."""
+    new, old = leaves(config), leaves(before)
+    for name in sorted(new.keys() | old.keys()):
+        if any(name == field or name.startswith(field + ".") for field in free):
+            continue
+        if new.get(name) != old.get(name):
+            return name
+    return None
+
+
+def check_same(config: Mapping[str, Any], before: Mapping[str, Any], workdir: Any) -> None:
+    """Refuses to go on in a work directory that another config began.
+
+    Raises:
+      ConfigError: naming the first field that differs and may not.
+    """
+    if name := difference(config, before):
+        raise ConfigError(
+            f"config.{name}: {leaves(config).get(name)!r}, but the run in '{workdir}' began with "
+            f"{leaves(before).get(name)!r}: choose another --workdir, or remove that one"
+        )
