@@ -25,7 +25,7 @@ from cropr_jax.compare.plan import Entry, Plan
 from cropr_jax.errors import ConfigError
 from cropr_jax.train import config_file, sharding
 from cropr_jax.train.loop import revision
-from cropr_jax.visualize import tradeoff
+from cropr_jax.visualize import seeds, tradeoff
 
 SEEDS = "seeds.json"  # what the table holds: entries and their seeds, of all commands
 
@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add("--reductions", type=cli.words, required=True, help="methods, by comma")
     add("--schedules", type=cli.words, default=("per_block",), help="by comma")
     add("--rates", type=cli.numbers, default=(-1,), help="R, by comma; default: the config's own")
+    add("--fusions", type=cli.words, default=("",), help="by comma; default: the config's own")
     add("--seeds", type=cli.numbers, default=(0,), help="by comma")
     add("--workdir", type=Path, required=True, help="where the runs are kept")
     add("--out", type=Path, required=True, help="path of the results without suffix")
@@ -46,13 +47,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def remember(path: Path, rows: Sequence[Entry], seeds: Sequence[int]) -> dict[Entry, list[int]]:
+def remember(path: Path, rows: Sequence[Entry], drawn: Sequence[int]) -> dict[Entry, list[int]]:
     """Seeds of every entry that this and earlier commands on the directory asked for."""
     found: dict[Entry, list[int]] = {}
     if path.exists():
         found = {Entry(*entry): before for entry, before in json.loads(path.read_text())}
     for entry in rows:
-        found[entry] = sorted({*found.get(entry, []), *seeds})
+        found[entry] = sorted({*found.get(entry, []), *drawn})
     path.parent.mkdir(parents=True, exist_ok=True)
     content = [[dataclasses.astuple(entry), before] for entry, before in found.items()]
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -91,7 +92,7 @@ def time_all(planned: Plan, file: report.Report, args: argparse.Namespace) -> di
 
 
 def make_row(
-    entry: Entry, seeds: Sequence[int], results: Sequence[dict[str, Any]], best: str, speed: Any
+    entry: Entry, drawn: Sequence[int], results: Sequence[dict[str, Any]], best: str, speed: Any
 ) -> report.Row:
     """One row: accuracy over seeds of the first split, costs, speed."""
     first = results[0]
@@ -101,9 +102,10 @@ def make_row(
         "reduction": entry.reduction,
         "schedule": entry.schedule,
         "rate": reduction["rate"] if entry.schedule else None,
+        "fusion": entry.fusion,
         "split": split,
         "metric": best,
-        "seeds": list(seeds),
+        "seeds": list(drawn),
         **table.summary([result["metrics"][split][best] for result in results]),
         "examples": first["metrics"][split]["examples"],
         **{name: first[name] for name in ("tpr", "tokens", "params", "params_slim")},
@@ -115,14 +117,17 @@ def make_row(
 
 
 def write(out: Path, rows: Sequence[report.Row], about: dict[str, Any]) -> None:
-    """Writes `out`.md (between its marks), .csv, .json and .png."""
+    """Writes `out`.md (between its marks), .csv, .json, .png and, of several seeds, _seeds.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     head = f"{about['device']}; revision {about['revision']}; {versions}."
     paired.write_markdown(out.with_suffix(".md"), f"{head}\n\n{table.markdown(rows)}")
     out.with_suffix(".csv").write_text(table.comma_separated(rows))
     out.with_suffix(".json").write_text(json.dumps({"rows": rows, **about}, indent=1) + "\n")
-    tradeoff.plot(rows, out.with_suffix(".png"), rows[0]["metric"])
+    metric = table.metric_name(rows)
+    tradeoff.plot(rows, out.with_suffix(".png"), metric)
+    if any(len(row.get("values", ())) > 1 for row in rows):
+        seeds.plot(rows, out.with_name(f"{out.stem}_seeds.png"), metric)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -137,15 +142,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError(f"unknown argument '{word}'")
     config = config_file.load(args.config, overrides)
     sharding.split_cpu(config.get("cpu_devices"))
-    rows = plan.entries(args.reductions, args.schedules, args.rates)
+    rows = plan.entries(args.reductions, args.schedules, args.rates, args.fusions)
     plan.make(args.config, overrides, {row: args.seeds for row in rows}, args.workdir)
-    seeds = remember(args.workdir / SEEDS, rows, args.seeds)
-    planned = plan.make(args.config, overrides, seeds, args.workdir)
+    wanted = remember(args.workdir / SEEDS, rows, args.seeds)
+    planned = plan.make(args.config, overrides, wanted, args.workdir)
     results = train_all(planned)
     speed = time_all(planned, report.Report(args.workdir / "speed.json"), args)
     best = next(iter(planned.runs.values()))[0].recipe.task.BEST
     found = [
-        make_row(entry, seeds[entry], results[entry], best, speed.get(entry.label))
+        make_row(entry, wanted[entry], results[entry], best, speed.get(entry.label))
         for entry in planned.runs
     ]
     found += [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cropr_jax.errors import ConfigError, ScheduleError
+from cropr_jax.reducers.registry import OF_FUSIONS
 from cropr_jax.train import config_file, fields, recipe
 from cropr_jax.train.recipe import Recipe
 
@@ -18,27 +20,33 @@ FREE = tuple(name for name in fields.FREE if name != "data.eval")
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A row of the table: one method at one schedule and pruning rate.
+    """A row of the table: one method at one schedule, pruning rate and fusion.
 
     Attributes:
       reduction: as configs name it.
       schedule: as configs name it; empty for the unpruned model, which has none.
       rate: R; negative for the config's own.
+      fusion: as configs name it; empty for the config's own.
     """
 
     reduction: str
     schedule: str = ""
     rate: int = -1
+    fusion: str = ""
 
     @property
     def label(self) -> str:
         """'cropr-per_block-r8', also the name of its directory."""
-        words = [self.reduction, self.schedule, f"r{self.rate}" if self.rate >= 0 else ""]
-        return "-".join(word for word in words if word)
+        rate = f"r{self.rate}" if self.rate >= 0 else ""
+        words = [self.reduction, self.schedule, rate, self.fusion]
+        return "-".join(word for word in dict.fromkeys(words) if word)
 
     def config(self, config: str, seed: int) -> str:
         """The `--config` value of one of its runs."""
-        words = [f"reduction={self.reduction}", f"seed={seed}"]
+        words = [f"seed={seed}"]
+        words += [f"fusion={self.fusion}"] if self.fusion else []
+        # A fusion with a method of its own brings it along.
+        words += [] if self.reduction in OF_FUSIONS else [f"reduction={self.reduction}"]
         words += [f"schedule={self.schedule}"] if self.schedule else []
         words += [f"r={self.rate}"] if self.rate >= 0 else []
         return config + ("," if ":" in config else ":") + ",".join(words)
@@ -94,13 +102,17 @@ class Plan:
 
 
 def entries(
-    reductions: Sequence[str], schedules: Sequence[str], rates: Sequence[int]
+    reductions: Sequence[str],
+    schedules: Sequence[str],
+    rates: Sequence[int],
+    fusions: Sequence[str] = ("",),
 ) -> list[Entry]:
     """Rows in the order of the table; the unpruned model comes once, first."""
     found = [Entry("none")] if "none" in reductions else []
-    for schedule in schedules:
-        for rate in rates:
-            found += [Entry(name, schedule, rate) for name in reductions if name != "none"]
+    for schedule, rate, fusion in itertools.product(schedules, rates, fusions):
+        names = [name for name in reductions if name != "none"]
+        names = [fusion] if fusion in OF_FUSIONS else names
+        found += [Entry(name, schedule, rate, fusion) for name in names]
     return list(dict.fromkeys(found))
 
 

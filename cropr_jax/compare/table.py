@@ -14,10 +14,11 @@ from cropr_jax.bench.report import Row
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "method": lambda row: row["reduction"],
     "schedule": lambda row: row["schedule"].replace("_", "-"),
+    "fusion": lambda row: row["fusion"],
     "R": lambda row: "" if row["rate"] is None else str(row["rate"]),
     "pruned %": lambda row: _percent(row.get("tpr")),
     "tokens": lambda row: str(row["tokens"][-1]) if row.get("tokens") else "",
-    "accuracy %": lambda row: _percent(row.get("mean")),
+    "mean %": lambda row: _percent(row.get("mean")),
     "95 % over seeds": lambda row: _interval(row),
     "median": lambda row: _percent(row.get("median")),
     "seeds": lambda row: ", ".join(_percent(value) for value in row.get("values", ())),
@@ -27,6 +28,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "M params": lambda row: _number(row.get("params_slim"), ".1f", 1e-6),
     "in training": lambda row: _number(row.get("params"), ".1f", 1e-6),
 }
+
+
+# Names of the metrics that checkpoints are ranked by.
+METRICS = {"top1": "accuracy", "miou": "mIoU"}
 
 
 def _number(value: float | int | None, form: str, factor: float = 1.0) -> str:
@@ -62,9 +67,19 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The rows as a table in Markdown."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-    lines += [f"| {' | '.join(show(row) for show in COLUMNS.values())} |" for row in rows]
+    columns = {
+        name.replace("mean", metric_name(rows)): show
+        for name, show in COLUMNS.items()
+        if name != "fusion" or any(row["fusion"] for row in rows)
+    }
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    lines += [f"| {' | '.join(show(row) for show in columns.values())} |" for row in rows]
     return "\n".join(lines)
+
+
+def metric_name(rows: Sequence[Row]) -> str:
+    """What the means are of; 'mean' if no row has any."""
+    return next((METRICS[row["metric"]] for row in rows if "metric" in row), "mean")
 
 
 def comma_separated(rows: Sequence[Row]) -> str:

@@ -9,6 +9,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 
+def label(reduction: str, schedule: str, fusion: str) -> str:
+    """What a row is called in pictures: 'cropr per-block llf'."""
+    words = (reduction, schedule.replace("_", "-"), fusion)
+    return " ".join(word for word in dict.fromkeys(words) if word)
+
+
 def plot(rows: Sequence[Mapping[str, Any]], path: Path, metric: str) -> None:
     """Accuracy against images/s; a method's rates and schedules are joined by a line.
 
@@ -22,11 +28,12 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, metric: str) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    lines: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    lines: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row.get("mean") is not None and row.get("images_per_second") is not None:
-            lines.setdefault((row["reduction"], row["schedule"]), []).append(row)
-    for (reduction, schedule), points in lines.items():
+            names = (row["reduction"], row["schedule"], row["fusion"])
+            lines.setdefault(names, []).append(row)
+    for names, points in lines.items():
         points = sorted(points, key=lambda row: row["images_per_second"])
         y = np.array([100 * row["mean"] for row in points])
         spread = [
@@ -37,9 +44,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, metric: str) -> None:
             [row["images_per_second"] for row in points],
             y,
             yerr=spread,
-            marker="o" if schedule in ("", "per_block") else "s",
+            marker="o" if names[1] in ("", "per_block") else "s",
             capsize=2,
-            label=f"{reduction} {schedule.replace('_', '-')}".strip(),
+            label=label(*names),
         )
     axes.set_xlabel("images/s")
     axes.set_ylabel(f"{metric} (%); bars: lowest and highest seed")

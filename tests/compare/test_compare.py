@@ -1,6 +1,7 @@
 """The comparison: every seed is kept, nothing is run twice, the table says what the runs said."""
 
 import csv
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from cropr_jax.compare import __main__ as compare
 from cropr_jax.compare import plan, table
 from cropr_jax.errors import ConfigError
+from cropr_jax.visualize import seeds
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "digits.py") + ":runlocal"
 SMALL = ("--config.model.width=16", "--config.model.heads=2")
@@ -46,6 +48,7 @@ def test_table(tmp_path, capsys, monkeypatch):
     assert random["rate"] == "12"
     assert random["tokens"] == " ".join(map(str, found[0]["tokens"]))
     assert (tmp_path / "t.png").stat().st_size > 1000
+    assert (tmp_path / "t_seeds.png").stat().st_size > 1000
     assert capsys.readouterr().out.count("| random |") == 2
 
     before = (tmp_path / "t.csv").read_text()
@@ -68,9 +71,29 @@ def test_unreachable_schedule_is_a_row(tmp_path):
     planned = plan.make(CONFIG, SMALL, dict.fromkeys(rows, (0,)), tmp_path)
     assert list(planned.runs) == rows[:2]
     assert "block 1" in planned.unreachable[rows[2]]
-    text = table.markdown([{"reduction": "random", "schedule": "per_block", "rate": 900,
-                            "unreachable": planned.unreachable[rows[2]]}])  # fmt: skip
+    row = dataclasses.asdict(rows[2]) | {"unreachable": planned.unreachable[rows[2]]}
+    text = table.markdown([row])
     assert "unreachable: config.model.reduction (rate 900)" in text
+
+
+def test_fusions_are_rows_and_some_bring_their_method(tmp_path):
+    rows = plan.entries(("none", "cropr"), ("per_block",), (2,), ("llf", "dtop"))
+    assert [row.label for row in rows] == [
+        "none", "cropr-per_block-r2-llf", "dtop-per_block-r2",
+    ]  # fmt: skip
+    configs = Path(CONFIG).parent / "segmentation_folder.py:vit_ti,runlocal"
+    planned = plan.make(str(configs), (), dict.fromkeys(rows, (0,)), tmp_path)
+    models = [runs[0].recipe.model for runs in planned.runs.values()]
+    assert [(model.reduction, model.fusion) for model in models][1:] == [
+        ("cropr", "llf"), ("dtop", "dtop"),
+    ]  # fmt: skip
+    made = [
+        dataclasses.asdict(row) | table.summary([0.5, 0.6]) | {"metric": "miou"} for row in rows
+    ]
+    text = table.markdown(made)
+    assert "| mIoU % |" in text and "| cropr | per-block | llf | 2 |" in text
+    seeds.plot(made, tmp_path / "seeds.png", "mIoU")
+    assert (tmp_path / "seeds.png").stat().st_size > 1000
 
 
 def test_result_of_the_same_run(tmp_path):
