@@ -1,8 +1,10 @@
-"""Times models, the input pipeline, or the device itself.
+r"""Times models, the input pipeline, or the device itself.
 
     python -m cropr_jax.bench --config vit_l,r=8,fusion=llf,res=224
     python -m cropr_jax.bench --config configs/in1k.py:vit_l --stage train --json speed.json
     python -m cropr_jax.bench --config vit_b --reduction all --batch_size 8
+    python -m cropr_jax.bench --config eva02_l,head=segmentation,patch=16,res=512,classes=150,r=40 \
+        --stage train_form,all_queries,slim
     python -m cropr_jax.bench --floor
     python -m cropr_jax.bench --input --config configs/in1k.py:vit_l
 
@@ -17,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from cropr_jax import cli
 from cropr_jax.bench import floor, report, spec, throughput
-from cropr_jax.bench.programs import FORMS, STAGES
+from cropr_jax.bench.programs import INFERENCE, STAGES
 from cropr_jax.errors import ConfigError
 from cropr_jax.models import DTYPES, choose
 
@@ -46,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--reduction",
         type=cli.words,
         default=("none", "random", "cropr"),
-        help="methods, by comma; 'all' for none and every method that the model can have",
+        help="methods, by comma, options as in cropr:train_queries=128; 'all': every one there is",
     )
     add("--batch_size", type=batch, default=0, help="'auto' (each method's best) or a number")
     add(
@@ -57,8 +59,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--attention", type=cli.words, default=("auto",), help="auto, xla, cudnn, by comma")
     add("--rounds", type=int, default=15)
-    add("--form", choices=FORMS, default="slim", help="full: the scorers as they are in training")
-    add("--stage", choices=STAGES, default="infer", help="train: a whole training step")
+    add(
+        "--stage",
+        type=cli.words,
+        default=("slim",),
+        help="forms of the forward pass, or train for whole steps, by comma: " + ", ".join(STAGES),
+    )
     add("--json", help="file for the results")
     add("--floor", action="store_true", help="measure a large matrix product and a large copy")
     add("--input", action="store_true", help="measure the input pipeline of the config")
@@ -99,8 +105,7 @@ def check_methods(
     if settings.reductions == ("all",):
         made, refused = throughput.every_method(config, settings)
         return dataclasses.replace(settings, reductions=made), refused
-    for name in settings.reductions:
-        throughput.create(config, name, settings)
+    throughput.create_all(config, settings)
     return settings, {}
 
 
@@ -108,8 +113,12 @@ def run_group(
     config: str, settings: throughput.Settings, refused: Mapping[str, str], file: report.Report
 ) -> None:
     """Times one group, unless the file holds it, and prints its table."""
-    identity = {name: getattr(settings, name) for name in report.IDENTITY[2:]}
-    found = [file.find(config=config, reduction=name, **identity) for name in settings.reductions]
+    shared = {name: getattr(settings, name) for name in ("precision", "attention")}
+    made = throughput.create_all(config, settings)
+    found = [
+        file.find(config=config, **shared, reduction=name, stage=stage)
+        for name, stage in throughput.entrants(made, settings.stages)
+    ]
     rows = [
         row
         for row in found
@@ -117,11 +126,14 @@ def run_group(
         and row["rounds"] >= settings.rounds
         and settings.batch_size in (0, row["batch_size"])
     ]
-    cli.say(f"{config}, {settings.precision}, attention {settings.attention}, {settings.stage}")
+    cli.say(f"{config}, {settings.precision}, attention {settings.attention}")
 
     def save(rows: Sequence[report.Row]) -> None:
-        if "floor" in file.content and settings.stage == "infer":
-            rows = [row | {"floor_share": floor.share(row, file.content["floor"])} for row in rows]
+        peak = file.content.get("floor")
+        if peak:
+            for row in rows:
+                if row["stage"] in INFERENCE:
+                    row["floor_share"] = floor.share(row, peak)
         file.add(rows)
 
     if len(rows) == len(found):
@@ -130,7 +142,7 @@ def run_group(
         rows = throughput.measure(config, settings, cli.say, save)
     if refused:
         file.put(refused=file.content.get("refused", {}) | {config: dict(refused)})
-    print(f"\n{config}, {settings.precision}, {settings.stage}, {file.content['device']}")
+    print(f"\n{config}, {settings.precision}, {file.content['device']}")
     print(report.table(rows, refused), flush=True)
 
 
@@ -158,8 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             precision=choose("precision", precision, DTYPES),
             attention=choose("attention", attention, ATTENTION),
             rounds=args.rounds,
-            form=args.form,
-            stage=args.stage,
+            stages=tuple(choose("stage", stage, STAGES) for stage in args.stage),
         )
         groups.append((config, *check_methods(config, settings)))
     file = report.Report(args.json)

@@ -15,9 +15,10 @@ from cropr_jax.version import __version__
 Row = dict[str, Any]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "einops", "numpy")
 # What tells rows apart.
-IDENTITY = ("config", "reduction", "precision", "attention", "form", "stage")
+IDENTITY = ("config", "reduction", "precision", "attention", "stage")
 COLUMNS = {
     "reduction": lambda row: row["reduction"],
+    "stage": lambda row: row["stage"],
     # Rows of older files do not say.
     "fusion": lambda row: row.get("fusion", ""),
     "images/s": lambda row: f"{row['images_per_second']:.4g}",
@@ -29,6 +30,7 @@ COLUMNS = {
     ),
     "GMAC linear": lambda row: f"{row['macs_linear'] / 1e9:.4g}",
     "GMAC all": lambda row: f"{row['macs_all'] / 1e9:.4g}",
+    "GFLOP XLA": lambda row: f"{row['flops'] / 1e9:.4g}" if row.get("flops") else "",
     "M params slim": lambda row: f"{row['params_slim'] / 1e6:.1f}",
     "full": lambda row: f"{row['params_full'] / 1e6:.1f}",
     "tokens": lambda row: f"{row['tokens'][-1] if row['tokens'] else 'all'}",

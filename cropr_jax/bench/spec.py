@@ -8,6 +8,7 @@ from typing import Any
 
 from cropr_jax import models
 from cropr_jax.errors import ConfigError
+from cropr_jax.reducers.registry import OF_FUSIONS
 
 # R at 224 x 224 pixels: the paper's for ViT-B, L, H (section "Pruning schedule") and EVA-02-L (40
 # at 448 pixels, Table "imagenet_sota"), ours for the others.
@@ -106,14 +107,33 @@ def model_fields(config: str) -> dict[str, Any]:
 def with_reduction(fields: Mapping[str, Any], name: str, **more: Any) -> dict[str, Any]:
     """The same model with another reduction method at the same schedule.
 
-    Options of the config's own method are left out for another method; 'none' has no schedule.
+    Options of the config's own method are left out for another method; 'none' has no schedule, and
+    the method of a fusion brings that along.
+
+    Args:
+      fields: of the model.
+      name: of the method; options may follow, as in 'cropr:train_queries=128:remat=true'.
+      **more: fields to replace.
+
+    Raises:
+      ConfigError: if what follows the name is no option.
     """
+    method, *words = name.split(":")
+    pairs = [word.partition("=") for word in words]
+    if not all(equals for _, equals, _ in pairs):
+        raise ConfigError(f"--reduction: found {name!r}, expected METHOD:OPTION=VALUE")
     before = dict(fields.get("reduction", {}))
-    if name == "none":
+    if method == "none" and not words:
         return {**fields, **more, "reduction": {"name": "none"}}
-    if before.pop("name", "cropr") != name:
+    if before.pop("name", "cropr") != method:
         before.pop("options", None)
-    return {**fields, **more, "reduction": {**before, "name": name}}
+    asked = {**before, "name": method}
+    if words:
+        options = {option: value_of(text) for option, _, text in pairs}
+        asked["options"] = {**asked.get("options", {}), **options}
+    if method in OF_FUSIONS:
+        asked["fusion"] = method
+    return {**fields, **more, "reduction": asked}
 
 
 def fit_fusion(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,17 +11,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from cropr_jax import models
 from cropr_jax.bench import flops, spec
-from cropr_jax.bench.programs import Inference, Program, Training, Weights
+from cropr_jax.bench.programs import (
+    INFERENCE,
+    Inference,
+    Pool,
+    Program,
+    Training,
+    Weights,
+    differs,
+    in_form,
+)
 from cropr_jax.bench.report import Row
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.vit import ViT
-from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.reducers.registry import OF_FUSIONS, REDUCERS
 
 # A method is called in a round until this much time is full, at least once.
 ROUND_SECONDS = 0.3
@@ -36,13 +46,12 @@ class Settings:
     """How a group of methods is timed.
 
     Attributes:
-      reductions: methods, by the names of configs.
+      reductions: methods, by the names of configs, or as `spec.with_reduction` takes them.
       batch_size: images of a call; 0 takes each method's best.
       precision: 'float32' or 'bfloat16'.
       attention: 'auto', 'xla' or 'cudnn'.
       rounds: of the interleaved measurement.
-      form: 'slim' or 'full' (`programs.Inference`).
-      stage: 'infer', or 'train' for whole training steps.
+      stages: what is timed of each, of `programs.STAGES`.
     """
 
     reductions: tuple[str, ...] = ("none", "random", "cropr")
@@ -50,15 +59,15 @@ class Settings:
     precision: str = "float32"
     attention: str = "auto"
     rounds: int = 15
-    form: str = "slim"
-    stage: str = "infer"
+    stages: tuple[str, ...] = ("slim",)
 
 
 @dataclasses.dataclass
 class Contestant:
-    """A method while it is timed.
+    """A stage of a method while it is timed.
 
     Attributes:
+      stage: what is timed.
       facts: what its row says without timing.
       program: at the batch size of the throughput.
       latency: at batch 1; None in training.
@@ -66,6 +75,7 @@ class Contestant:
       seconds, latency_seconds: of a call, one entry a round.
     """
 
+    stage: str
     facts: Row
     program: Program
     latency: Program | None
@@ -138,8 +148,13 @@ def create(config: str, reduction: str, settings: Settings) -> ViT:
     return models.create(spec.fit_fusion(fields))
 
 
+def create_all(config: str, settings: Settings) -> dict[str, ViT]:
+    """The training forms of all methods that are timed, by name; raises as `create`."""
+    return {name: create(config, name, settings) for name in settings.reductions}
+
+
 def every_method(config: str, settings: Settings) -> tuple[tuple[str, ...], dict[str, str]]:
-    """'none' and every registered method, and why some cannot be timed.
+    """'none' and every method, and why some cannot be timed.
 
     Returns:
       Names of those that can, and reasons by name of those that the model or its schedule refuses.
@@ -148,24 +163,41 @@ def every_method(config: str, settings: Settings) -> tuple[tuple[str, ...], dict
       ConfigError: if none can.
     """
     create(config, "none", settings)
+    names = [*REDUCERS]
+    if spec.model_fields(config).get("head") == "segmentation":
+        names += OF_FUSIONS
     made, refused = ["none"], {}
-    for name in REDUCERS:
+    for name in names:
         try:
             create(config, name, settings)
             made.append(name)
         except ConfigError as error:
             refused[name] = str(error)
-    if len(refused) == len(REDUCERS):
+    if len(refused) == len(names):
         raise ConfigError(next(iter(refused.values())))
     return tuple(made), refused
 
 
+def entrants(made: Mapping[str, ViT], stages: Sequence[str]) -> list[tuple[str, str]]:
+    """Methods with their stages; one in which a method is the slim form is timed as that, once."""
+    return [
+        (name, stage)
+        for name, model in made.items()
+        for stage in dict.fromkeys(s if differs(model, s) else "slim" for s in stages)
+    ]
+
+
 def prepare(
-    model: ViT, settings: Settings, weights: Weights, say: Callable[[str], None]
+    model: ViT,
+    stage: str,
+    settings: Settings,
+    weights: Weights,
+    pool: Pool,
+    say: Callable[[str], None],
 ) -> Contestant:
     """Compiles a method's programs."""
-    train = settings.stage == "train"
-    maker = Training(model, weights) if train else Inference(model, weights, settings.form)
+    train = stage == "train"
+    maker = Training(model, pool) if train else Inference(model, weights, stage)
     batch_size = settings.batch_size or best_batch(maker.compile, say)
     program = maker.compile(batch_size)
     say(
@@ -175,7 +207,7 @@ def prepare(
     latency = None
     if not train:
         latency = program if batch_size == 1 else maker.compile(1)
-    contestant = Contestant(model_facts(model, settings.form), program, latency)
+    contestant = Contestant(stage, model_facts(model, stage), program, latency)
     contestant.warm_up()
     return contestant
 
@@ -195,13 +227,12 @@ def measure(
       save: takes the rows after every round, with what was measured until then.
 
     Returns:
-      One row for each method.
+      One row for each method and stage.
 
     Raises:
       ConfigError: before anything is compiled, if one of the models cannot be.
     """
-    made = {name: create(config, name, settings) for name in settings.reductions}
-    return race(config, made, settings, say, save)
+    return race(config, create_all(config, settings), settings, say, save)
 
 
 def race(
@@ -213,26 +244,35 @@ def race(
 ) -> list[Row]:
     """Times models in turns; ratios are to the one called 'none', if it takes part.
 
+    Those of training steps are to its training step, all others to its forward pass.
+
     Args:
       config: what the rows say that the models come from.
       made: training forms by the name of their row.
       settings, say, save: as in `measure`; the models are those of `made`.
     """
-    weights = Weights()
+    weights, pool = Weights(), Pool()
     contestants = {
-        name: prepare(model, settings, weights, lambda line, name=name: say(f"{name}: {line}"))
-        for name, model in made.items()
+        entrant: prepare(
+            made[entrant[0]],
+            entrant[1],
+            settings,
+            weights,
+            pool,
+            lambda line, entrant=entrant: say(f"{' '.join(entrant)}: {line}"),
+        )
+        for entrant in entrants(made, settings.stages)
     }
     rows: list[Row] = []
     for turn in range(settings.rounds):
-        for name in rotate(list(made), turn):
-            contestants[name].run()
-        rows = [summarize(config, settings, name, contestants) for name in contestants]
+        for entrant in rotate(list(contestants), turn):
+            contestants[entrant].run()
+        rows = [summarize(config, settings, entrant, contestants) for entrant in contestants]
         save(rows)
     return rows
 
 
-def rotate(names: Sequence[str], by: int) -> list[str]:
+def rotate(names: Sequence[Any], by: int) -> list[Any]:
     """The names in an order that begins `by` places later."""
     by %= len(names)
     return [*names[by:], *names[:by]]
@@ -244,12 +284,15 @@ def spread(values: np.ndarray) -> float:
     return float(high - low)
 
 
-def model_facts(model: ViT, form: str) -> Row:
-    """Counts of a model, MACs at inference in that form, and whether it fuses its tokens."""
+def model_facts(model: ViT, stage: str) -> Row:
+    """Counts of a model, and whether it fuses its tokens.
+
+    MACs are those of inference in the form of the stage; of training forms, in the slim one.
+    """
     height, width = model.grid
     params = models.abstract_params(model)
     slim = jax.eval_shape(lambda tree: models.slim_params(model, tree), params)
-    macs = flops.count(model.clone(slim=form == "slim"))
+    macs = flops.count(in_form(model, stage if stage in INFERENCE else "slim"))
     return {
         "fusion": model.fusion if model.schedule.sites else "none",
         "macs_linear": macs.linear,
@@ -262,23 +305,25 @@ def model_facts(model: ViT, form: str) -> Row:
 
 
 def summarize(
-    config: str, settings: Settings, name: str, contestants: Mapping[str, Contestant]
+    config: str,
+    settings: Settings,
+    entrant: tuple[str, str],
+    contestants: Mapping[tuple[str, str], Contestant],
 ) -> Row:
-    """A method's row of the file; compile_seconds include trace_seconds, spreads are IQRs."""
-    contestant = contestants[name]
+    """A contestant's row of the file; compile_seconds include trace_seconds, spreads are IQRs."""
+    contestant = contestants[entrant]
     program, latency = contestant.program, contestant.latency_seconds
     rates = program.batch_size / np.array(contestant.seconds)
     ratios = None
-    if "none" in contestants:
-        base = contestants["none"]
+    base = contestants.get(("none", "train" if contestant.stage == "train" else "slim"))
+    if base:
         ratios = rates / (base.program.batch_size / np.array(base.seconds))
     return {
         "config": config,
-        "reduction": name,
+        "reduction": entrant[0],
         "precision": settings.precision,
         "attention": settings.attention,
-        "form": settings.form,
-        "stage": settings.stage,
+        "stage": contestant.stage,
         "rounds": len(rates),
         "images_per_second": float(np.median(rates)),
         "spread": spread(rates),
@@ -287,6 +332,7 @@ def summarize(
         "batch_size": program.batch_size,
         "latency_seconds": float(np.median(latency)) if latency else None,
         **contestant.facts,
+        "flops": None if program.flops is None else program.flops / program.batch_size,
         "trace_seconds": program.trace_seconds,
         "compile_seconds": program.trace_seconds + program.compile_seconds,
         "peak_bytes": program.peak_bytes,

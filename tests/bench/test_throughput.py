@@ -8,7 +8,7 @@ import pytest
 
 from cropr_jax import models
 from cropr_jax.bench import __main__ as command
-from cropr_jax.bench import flops, report, spec, throughput
+from cropr_jax.bench import flops, programs, report, spec, throughput
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers.registry import REDUCERS
 
@@ -18,7 +18,6 @@ SCHEMA = {
     "reduction": str,
     "precision": str,
     "attention": str,
-    "form": str,
     "stage": str,
     "rounds": int,
     "images_per_second": float,
@@ -37,6 +36,7 @@ SCHEMA = {
     "trace_seconds": float,
     "compile_seconds": float,
     "peak_bytes": int,
+    "flops": float,
     "seconds": list,
 }
 
@@ -112,26 +112,66 @@ def test_an_interrupted_benchmark_leaves_rows(tmp_path):
     assert seen == [[1, 1], [2, 2]]
 
 
-def test_training_steps_and_forms(tmp_path, capsys):
-    settings = throughput.Settings(("none", "cropr"), batch_size=2, rounds=2, stage="train")
-    none, cropr = throughput.measure(TINY, settings)
+def test_training_steps(tmp_path):
+    """With what three of them change in the memory of one; several of a method by its options."""
+    names = ("none", "cropr", "cropr:mlp=false")
+    settings = throughput.Settings(names, batch_size=2, rounds=2, stages=("train",))
+    none, cropr, small = throughput.measure(TINY, settings)
     assert none["latency_seconds"] is None
-    assert cropr["params_full"] > none["params_full"]
+    assert cropr["params_full"] > small["params_full"] > none["params_full"]
+    assert cropr["flops"] > small["flops"]
     # Parameters and two moments are arguments; the outputs take their place.
     assert cropr["peak_bytes"] > 3 * 4 * cropr["params_full"]
 
-    multi_head = "reduction.options.projections=true,reduction.options.heads=2"
-    settings = throughput.Settings(("cropr",), batch_size=1, rounds=1, form="full")
-    (full,) = throughput.measure(f"{TINY},{multi_head}", settings)
-    assert full["ratio"] is None
-    assert full["macs_linear"] > cropr["macs_linear"]
+
+def test_stages_take_turns():
+    """Each method is timed once in what is the same program, and compared with 'none' of a kind."""
+    settings = throughput.Settings(("none", "cropr"), 1, rounds=2, stages=programs.STAGES)
+    rows = {(row["reduction"], row["stage"]): row for row in throughput.measure(TINY, settings)}
+    alone = [("none", "slim"), ("none", "train")]
+    assert list(rows) == [*alone, *(("cropr", stage) for stage in programs.STAGES)]
+    for (_, stage), row in rows.items():
+        base = rows["none", "train" if stage == "train" else "slim"]
+        paired = np.divide(base["seconds"], row["seconds"])
+        assert row["ratio"] == pytest.approx(np.median(paired))
+    costs = [rows["cropr", stage]["flops"] for stage in programs.STAGES]
+    assert costs == sorted(costs)
+    assert rows["cropr", "train"]["macs_all"] == rows["cropr", "slim"]["macs_all"]
+    random = {"random": throughput.create(TINY, "random", settings)}
+    assert throughput.entrants(random, ["train_form", "all_queries"]) == [("random", "slim")]
 
 
-def test_training_steps_of_a_segmenter():
-    """On its own task; the method of a fusion goes by the fusion's name."""
-    settings = throughput.Settings(("dtop",), batch_size=2, rounds=1, stage="train")
-    (row,) = throughput.measure(f"{TINY},head=segmentation,fusion=dtop", settings)
-    assert row["fusion"] == "dtop" and row["tokens"] == [12]
+def test_forms_of_a_segmenter():
+    """The same logits; all queries cost their product with all tokens, 64 of them and CLS."""
+    config = f"{TINY},head=segmentation,width=64,res=32"
+    model = throughput.create(config, "cropr", throughput.Settings())
+    weights, batch = programs.Weights(), programs.example_batch(model, 2)
+
+    def run(stage):
+        maker = programs.Inference(model, weights, stage)
+        compiled = jax.jit(maker.predict).lower(maker.params, *batch).compile()
+        return compiled(maker.params, *batch), compiled.cost_analysis()["flops"]
+
+    logits, slim = run("slim")
+    found, all_queries = run("all_queries")
+    (trained, sites), _ = run("train_form")
+    assert logits.std() > 0.01 and logits.shape == (2, 8, 8, 5)
+    np.testing.assert_allclose(found, logits, atol=1e-5)
+    np.testing.assert_allclose(trained, logits, atol=1e-5)
+    assert [site["auxiliary"].shape for site in sites] == [(2, 64, 5)]
+    assert all_queries - slim == pytest.approx(2 * 2 * 64 * 65 * 64, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "names"),
+    [("dtop", ("none", "dtop")), ("token_concat", ("cropr:train_queries=4",))],
+)
+def test_training_steps_of_segmenters(fusion, names):
+    """On their own task; a fusion may bring its method, and some of the queries may train."""
+    settings = throughput.Settings(names, batch_size=2, rounds=1, stages=("train",))
+    rows = throughput.measure(f"{TINY},head=segmentation,fusion={fusion}", settings)
+    assert [row["reduction"] for row in rows] == [*names]
+    assert rows[-1]["fusion"] == fusion and rows[-1]["tokens"] == [12]
 
 
 def test_all_methods_in_one_run(tmp_path, capsys):
@@ -204,6 +244,10 @@ def test_variants():
     options = spec.parse_variant("vit_b,reduction.options.heads=16")
     assert spec.with_reduction(options, "cropr")["reduction"]["options"] == {"heads": 16}
     assert "options" not in spec.with_reduction(options, "random")["reduction"]
+    more = spec.with_reduction(options, "cropr:train_queries=4:remat=true")["reduction"]
+    assert more["options"] == {"heads": 16, "train_queries": 4, "remat": True}
+    assert more["name"] == "cropr"
+    assert spec.with_reduction(options, "dtop")["reduction"]["fusion"] == "dtop"
 
 
 def test_config_files_need_their_own_packages_only(tmp_path):
@@ -229,6 +273,10 @@ def test_config_files_need_their_own_packages_only(tmp_path):
         (["--config", "eva02_h"], "found 'eva02_h', expected a file"),
         (["--config", TINY + ",schedule=aggressive,r=99", "--reduction", "all"], "rate 99"),
         (["--config", TINY, "--precision", "int8"], "config.precision: found 'int8'"),
+        (["--config", TINY, "--stage", "slim,infer"], "stage: found 'infer', .*'train_form'"),
+        (["--config", TINY, "--reduction", "cropr:fast"], "'cropr:fast', expected METHOD:OPTION"),
+        (["--config", TINY, "--reduction", "cropr:fast=1"], "unexpected keyword argument 'fast'"),
+        (["--config", TINY + ",fusion=dtop"], "'dtop' prunes by its own heads' confidence"),
         (["--config", TINY + ",colour=3"], "colour"),
         (["--config", TINY, "--rounds", "0"], "--rounds: found 0"),
         (["--config", TINY, "--input"], "has no data"),
