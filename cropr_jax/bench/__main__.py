@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from cropr_jax import cli
-from cropr_jax.bench import floor, report, spec, throughput
+from cropr_jax.bench import floor, methods, report, spec, throughput
 from cropr_jax.bench.programs import INFERENCE, STAGES
 from cropr_jax.errors import ConfigError
 from cropr_jax.models import DTYPES, choose
@@ -95,29 +95,29 @@ def run_input(configs: Sequence[str]) -> None:
 
 
 def check_methods(
-    config: str, settings: throughput.Settings
-) -> tuple[throughput.Settings, dict[str, str]]:
+    config: str, settings: methods.Settings
+) -> tuple[methods.Settings, dict[str, str]]:
     """Settings with the methods that will be timed, and why some of 'all' will not be.
 
     Raises:
       ConfigError: if a method that was named cannot be, or none can.
     """
     if settings.reductions == ("all",):
-        made, refused = throughput.every_method(config, settings)
+        made, refused = methods.every_method(config, settings)
         return dataclasses.replace(settings, reductions=made), refused
-    throughput.create_all(config, settings)
+    methods.create_all(config, settings)
     return settings, {}
 
 
 def run_group(
-    config: str, settings: throughput.Settings, refused: Mapping[str, str], file: report.Report
+    config: str, settings: methods.Settings, refused: Mapping[str, str], file: report.Report
 ) -> None:
     """Times one group, unless the file holds it, and prints its table."""
     shared = {name: getattr(settings, name) for name in ("precision", "attention")}
-    made = throughput.create_all(config, settings)
+    made = methods.create_all(config, settings)
     found = [
         file.find(config=config, **shared, reduction=name, stage=stage)
-        for name, stage in throughput.entrants(made, settings.stages)
+        for name, stage in methods.entrants(made, settings.stages)
     ]
     rows = [
         row
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for config, precision, attention in itertools.product(
         args.config, args.precision, args.attention
     ):
-        settings = throughput.Settings(
+        settings = methods.Settings(
             reductions=args.reduction,
             batch_size=args.batch_size,
             precision=choose("precision", precision, DTYPES),

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from cropr_jax import cli, models
-from cropr_jax.bench import throughput
+from cropr_jax.bench import methods, throughput
 from cropr_jax.bench.programs import Weights
 from cropr_jax.errors import ConfigError
 from cropr_jax.exported import load_exported, needs
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       ConfigError: on what the user has to mend.
     """
     args = parser().parse_args(argv)
-    model = throughput.create(args.config, args.reduction, throughput.Settings())
+    model = methods.create(args.config, args.reduction, methods.Settings())
     params = Weights().fill(models.abstract_params(model))
     predictor = Predictor.from_model(model, params, PREPROCESS)
     with tempfile.TemporaryDirectory() as folder:

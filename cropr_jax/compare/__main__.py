@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from cropr_jax import cli, train
-from cropr_jax.bench import paired, report, throughput
+from cropr_jax.bench import methods, paired, report, throughput
 from cropr_jax.compare import plan, table
 from cropr_jax.compare.plan import Entry, Plan
 from cropr_jax.errors import ConfigError
@@ -81,7 +81,7 @@ def train_all(planned: Plan) -> dict[Entry, list[dict[str, Any]]]:
 def time_all(planned: Plan, file: report.Report, args: argparse.Namespace) -> dict[str, report.Row]:
     """Images per second of every entry, all in one interleaved measurement."""
     made = {entry.label: runs[0].recipe.model for entry, runs in planned.runs.items()}
-    settings = throughput.Settings(
+    settings = methods.Settings(
         reductions=tuple(made), batch_size=args.batch_size, rounds=args.rounds
     )
     rows = {row["reduction"]: row for row in file.content["rows"]}

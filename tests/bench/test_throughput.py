@@ -8,7 +8,7 @@ import pytest
 
 from cropr_jax import models
 from cropr_jax.bench import __main__ as command
-from cropr_jax.bench import flops, programs, report, spec, throughput
+from cropr_jax.bench import flops, methods, programs, report, spec, throughput
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers.registry import REDUCERS
 
@@ -106,7 +106,7 @@ def test_an_interrupted_benchmark_leaves_rows(tmp_path):
         if len(seen) == 2:
             raise KeyboardInterrupt
 
-    settings = throughput.Settings(("none", "cropr"), batch_size=1)
+    settings = methods.Settings(("none", "cropr"), batch_size=1)
     with pytest.raises(KeyboardInterrupt):
         throughput.measure(TINY, settings, save=save)
     assert seen == [[1, 1], [2, 2]]
@@ -115,7 +115,7 @@ def test_an_interrupted_benchmark_leaves_rows(tmp_path):
 def test_training_steps(tmp_path):
     """With what three of them change in the memory of one; several of a method by its options."""
     names = ("none", "cropr", "cropr:mlp=false")
-    settings = throughput.Settings(names, batch_size=2, rounds=2, stages=("train",))
+    settings = methods.Settings(names, batch_size=2, rounds=2, stages=("train",))
     none, cropr, small = throughput.measure(TINY, settings)
     assert none["latency_seconds"] is None
     assert cropr["params_full"] > small["params_full"] > none["params_full"]
@@ -126,7 +126,7 @@ def test_training_steps(tmp_path):
 
 def test_stages_take_turns():
     """Each method is timed once in what is the same program, and compared with 'none' of a kind."""
-    settings = throughput.Settings(("none", "cropr"), 1, rounds=2, stages=programs.STAGES)
+    settings = methods.Settings(("none", "cropr"), 1, rounds=2, stages=programs.STAGES)
     rows = {(row["reduction"], row["stage"]): row for row in throughput.measure(TINY, settings)}
     alone = [("none", "slim"), ("none", "train")]
     assert list(rows) == [*alone, *(("cropr", stage) for stage in programs.STAGES)]
@@ -137,14 +137,14 @@ def test_stages_take_turns():
     costs = [rows["cropr", stage]["flops"] for stage in programs.STAGES]
     assert costs == sorted(costs)
     assert rows["cropr", "train"]["macs_all"] == rows["cropr", "slim"]["macs_all"]
-    random = {"random": throughput.create(TINY, "random", settings)}
-    assert throughput.entrants(random, ["train_form", "all_queries"]) == [("random", "slim")]
+    random = {"random": methods.create(TINY, "random", settings)}
+    assert methods.entrants(random, ["train_form", "all_queries"]) == [("random", "slim")]
 
 
 def test_forms_of_a_segmenter():
     """The same logits; all queries cost their product with all tokens, 64 of them and CLS."""
     config = f"{TINY},head=segmentation,width=64,res=32"
-    model = throughput.create(config, "cropr", throughput.Settings())
+    model = methods.create(config, "cropr", methods.Settings())
     weights, batch = programs.Weights(), programs.example_batch(model, 2)
 
     def run(stage):
@@ -168,7 +168,7 @@ def test_forms_of_a_segmenter():
 )
 def test_training_steps_of_segmenters(fusion, names):
     """On their own task; a fusion may bring its method, and some of the queries may train."""
-    settings = throughput.Settings(names, batch_size=2, rounds=1, stages=("train",))
+    settings = methods.Settings(names, batch_size=2, rounds=1, stages=("train",))
     rows = throughput.measure(f"{TINY},head=segmentation,fusion={fusion}", settings)
     assert [row["reduction"] for row in rows] == [*names]
     assert rows[-1]["fusion"] == fusion and rows[-1]["tokens"] == [12]
