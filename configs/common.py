@@ -175,7 +175,14 @@ def base(arg: Mapping[str, Any]) -> ConfigDict:
     config.targets = config_dict.placeholder(str)
     # Pruning that grows: the rate of each of the first epochs goes from `start` to the model's own
     # in a line, rounded down to multiples of `step`. 0 epochs: the model's own from the first on.
-    config.curriculum = ConfigDict({"epochs": 0.0, "start": 0, "step": 1})
+    # None: 0 epochs, from 0, in steps of 1.
+    config.curriculum = ConfigDict(
+        {
+            "epochs": config_dict.placeholder(float),
+            "start": config_dict.placeholder(int),
+            "step": config_dict.placeholder(int),
+        }
+    )
     config.distributed = False  # call jax.distributed.initialize()
 
     config.data = ConfigDict(

@@ -78,6 +78,7 @@ def base(arg: Mapping[str, Any], res: tuple[int, int]) -> ConfigDict:
             },
         }
     )
+    # `power` is read with schedule='poly' alone.
     config.optimizer.update({"schedule": "poly", "power": 0.9, "min_lr": 0.0})
     return config
 
@@ -92,7 +93,8 @@ def model(arg: Mapping[str, Any], res: tuple[int, int], rate: int) -> ConfigDict
     """
     name, _, variant = arg["variant"].partition("_")
     patches = res[0] * res[1] // PATCH**2
-    reduction = common.reduction(arg, rate, patches)
+    # Of the few patches of a small image a site prunes one at least.
+    reduction = common.reduction(arg, max(rate, 1), patches)
     if arg["reduction"] in ("cropr", "non_salient"):
         reduction.options.update(CROPR_OPTIONS)
     if arg["reduction"] == "attn_topk":

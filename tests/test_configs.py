@@ -9,7 +9,7 @@ from cropr_jax import models
 from cropr_jax.bench import flops
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers.registry import REDUCERS
-from cropr_jax.train.fields import check_names, leaves, plain
+from cropr_jax.train.fields import check_names, difference, leaves, plain
 from cropr_jax.train.recipe import resolve
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -61,6 +61,12 @@ def test_every_reduction_resolves_and_shrinks(name, reduction):
         model = plain(config)["model"]
         models.create(model | {"num_classes": model["num_classes"] or 10})
     assert local.total_steps == 2 and local.model.depth == 4
+
+
+def test_runs_from_before_there_was_a_curriculum_resume():
+    config = plain(get_config("cifar10", None))
+    before = {name: value for name, value in config.items() if name != "curriculum"}
+    assert difference(config, before) is None
 
 
 # (R, tokens at the end, blocks pruned) of the paper's tables.

@@ -7,7 +7,7 @@ from cropr_jax import models
 from cropr_jax.errors import ConfigError
 from cropr_jax.fusion import DENSE_FUSIONS
 from cropr_jax.reducers.registry import REDUCERS
-from cropr_jax.train import fields, recipe
+from cropr_jax.train import fields, recipe, schedules
 
 NAMES = ("ade20k", "segmentation_folder")
 PRUNERS = ("none", *(name for name, made in REDUCERS.items() if not made().refuses_fusion))
@@ -97,6 +97,8 @@ def test_sizes():
     assert create(config).schedule.tpr(165) == pytest.approx(0.8, abs=0.05)
     assert get_config("segmentation_folder", "eva02_b,res=512").preprocess.mean[0] > 0.4
     assert get_config("ade20k", "res=256").model.reduction.rate == 10
+    # One at least, where the share of a small image is less.
+    assert get_config("segmentation_folder", "vit_ti,res=32x48").model.reduction.rate == 1
 
 
 @pytest.mark.parametrize(("arg", "message"), [
@@ -127,6 +129,12 @@ def test_head_and_task_go_together():
     config.optimizer.power = 0.0
     with pytest.raises(ConfigError, match=r"power: found 0\.0, expected a positive number"):
         recipe.resolve(config)
-    config.optimizer.update({"schedule": "cosine", "power": 0.9})
-    with pytest.raises(ConfigError, match="schedule='poly', and none with another"):
+    config.optimizer.schedule = "cosine"  # which has no power
+    assert isinstance(recipe.resolve(config).schedule, schedules.WarmupCosine)
+
+
+def test_every_class_has_a_name():
+    config = get_config("segmentation_folder", "runlocal")
+    config.model.num_classes += 1
+    with pytest.raises(ConfigError, match="num_classes: 11, but the data set names 10 classes"):
         recipe.resolve(config)

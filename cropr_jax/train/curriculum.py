@@ -64,15 +64,16 @@ def make(config: Mapping[str, Any], model: ViT, epoch_steps: float | int) -> Cur
     """The curriculum of a config.
 
     Args:
-      config: plain values. `curriculum` is {epochs, start, step}; absent, or with 0 epochs, every
-        step has the model's schedule.
+      config: plain values. `curriculum` is {epochs, start, step}, None for 0, 0 and 1; absent, or
+        with 0 epochs, every step has the model's schedule.
       model: with that schedule.
       epoch_steps: steps of an epoch.
 
     Raises:
       ConfigError: on a wrong field, or a method whose parameters depend on the rate.
     """
-    settings = {"epochs": 0, "start": 0, "step": 1} | dict(config.get("curriculum") or {})
+    given = {k: v for k, v in (config.get("curriculum") or {}).items() if v is not None}
+    settings = {"epochs": 0, "start": 0, "step": 1} | given
     if not settings["epochs"]:
         return Curriculum((), model.schedule, epoch_steps)
     if model.reduction == "none":

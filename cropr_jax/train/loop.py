@@ -446,12 +446,14 @@ def _steps(
                 continue
             collect(0)
             with logger.pause():
-                found = None
+                found, final = None, run.recipe.model.schedule
+                # The result is that of the model, also where its curriculum fills the whole run.
+                pruned = final if step == total else schedule
                 if evaluate and not stop:
-                    found = run.evaluate(optimizer.evaluation_params(state), schedule)
+                    found = run.evaluate(optimizer.evaluation_params(state), pruned)
                     _log(logger, step, found)
                 # What was measured with fewer tokens pruned is no measure for the best.
-                ranked = found if schedule == run.recipe.model.schedule else None
+                ranked = found if pruned == final else None
                 saved.save(step, state, ranked.first if ranked else None)
             if stop and step < total:
                 saved.wait()

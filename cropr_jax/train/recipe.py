@@ -141,6 +141,11 @@ def _check_data(config: Mapping[str, Any], model: ViT) -> tuple[int, dict[str, i
         raise ConfigError(
             f"config.model.num_classes: {model.num_classes}, but the data set has {classes} classes"
         )
+    if classes < model.num_classes and hasattr(tasks.get(config["task"]), "per_class"):
+        raise ConfigError(
+            f"config.model.num_classes: {model.num_classes}, but the data set names {classes} "
+            "classes, and the results are by class: set 0 to take their number from the data"
+        )
     names = config["data"]["eval"]
     if not names:
         raise ConfigError("config.data.eval: empty, expected {name: split}, e.g. {'test': 'test'}")
@@ -226,11 +231,10 @@ def resolve(config: Any) -> Recipe:
     total, warmup = total_steps(values, per_epoch)
     settings = values["optimizer"]
     decay = DECAYS[models.choose("optimizer.schedule", settings["schedule"], DECAYS)]
-    if "power" in settings:
-        if decay is not schedules.WarmupPoly or settings["power"] <= 0:
+    if decay is schedules.WarmupPoly and "power" in settings:
+        if settings["power"] <= 0:
             raise ConfigError(
-                f"config.optimizer.power: found {settings['power']!r}, expected a positive number "
-                "with schedule='poly', and none with another"
+                f"config.optimizer.power: found {settings['power']!r}, expected a positive number"
             )
         decay = functools.partial(decay, power=settings["power"])
     resample.check_rule(values.get("init_resampling") or "timm", "config.init_resampling")

@@ -43,6 +43,8 @@ def removed(resolved):
 def test_schedules_by_step():
     """One site; a prefix token more goes with the first, but none at rate 0."""
     assert removed(recipe.resolve(config_with(epochs=0))) == [4] * 8
+    unset = dict.fromkeys(("epochs", "start", "step"))
+    assert removed(recipe.resolve(config_with(**unset))) == [4] * 8
     assert removed(recipe.resolve(config_with(epochs=1))) == [0] * 4 + [4] * 4
     found = removed(recipe.resolve(config_with(epochs=2, start=1)))
     assert found == [2] * 4 + [4] * 4
