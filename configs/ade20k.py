@@ -67,7 +67,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
     # "Increasing R linearly from 1 to 40" in the paper, from 0 in the released code: start=1 for
     # the former.
-    config.curriculum.update({"epochs": 32.0 if pruned else 0.0, "start": 0, "step": 1})
+    config.curriculum.update({"epochs": 32.0 if pruned else 0.0, "start": 0})
 
     depth = common_segmentation.spec(arg).depth
     rate = RATES[depth] * res[0] * res[1] // 512**2

@@ -78,6 +78,7 @@ def base(arg: Mapping[str, Any], res: tuple[int, int]) -> ConfigDict:
             },
         }
     )
+    config.curriculum.update({"epochs": 0.0, "start": 0, "step": 1})
     # `power` is read with schedule='poly' alone.
     config.optimizer.update({"schedule": "poly", "power": 0.9, "min_lr": 0.0})
     return config
