@@ -13,10 +13,11 @@ import jax
 import numpy as np
 import pytest
 import tiny_config
+from training import assert_same_state, records, state_in
 
 import cropr_jax
 from cropr_jax import models
-from cropr_jax.train import checkpoints, fields, loop, recipe
+from cropr_jax.train import fields, loop, recipe
 from cropr_jax.train.logging import drop_records_after
 from cropr_jax.train.optimizer import flatten
 
@@ -83,28 +84,6 @@ def uninterrupted(tmp_path_factory, cache):
     status, out, err = start(workdir, cache)
     assert status == 0, err
     return workdir, out
-
-
-def state_in(workdir, step):
-    path = Path(workdir) / "checkpoints" / str(step)
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        checkpoints.ocp.metadata(path).metadata,
-    )
-    flat = flatten(checkpoints.ocp.load(path, shapes))
-    return {name: np.asarray(leaf) for name, leaf in flat.items() if leaf is not None}
-
-
-def assert_same_state(got, expected):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(got[name], value, err_msg=str(name))
-
-
-def records(workdir):
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "images_per_second"} for row in rows]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_config
 from conftest import fixture_names, load_fixture
-from jax.sharding import Mesh
+from training import assert_close, make_step, mesh_of, start
 
 from cropr_jax import models, rng, tasks
 from cropr_jax.convert.timm import params_from_state_dict
@@ -22,33 +22,9 @@ POOLS = {"avg": "mean_all", "token": "cls"}
 BATCH = 16
 
 
-def mesh_of(data, fsdp):
-    devices = np.array(jax.devices()[: data * fsdp]).reshape(data, fsdp)
-    return Mesh(devices, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
 def tiny_model(**kwargs):
     config = tiny_config.get_config().model.to_dict()
     return models.create({**config, "depth": 3, **kwargs})
-
-
-def make_step(model, mesh, accum_steps=1, freeze=(), group=BATCH, teacher=None, **kwargs):
-    names = list(flatten(models.abstract_params(model)))
-    trainable = optimizer.trainable_names(names, freeze)
-    schedule = WarmupCosine(1e-2, 1e-6, 1, 10)
-    return Step(
-        model=model,
-        task=tasks.get("classification"),
-        optimizer=optimizer.adamw(trainable, model.depth, schedule, layer_decay=0.75, **kwargs),
-        schedule=schedule,
-        trainable=trainable,
-        mixing=mixup.MixupConfig(group=group),
-        accum_steps=accum_steps,
-        ema=None,
-        seed=0,
-        mesh=mesh,
-        teacher=teacher,
-    )
 
 
 def make_batch(model, size=BATCH):
@@ -58,11 +34,6 @@ def make_batch(model, size=BATCH):
         "label": draw.integers(0, model.num_classes, size).astype(np.int32),
         "id": np.arange(100, 100 + size, dtype=np.int32),
     }
-
-
-def start(step):
-    params = models.init(step.model, jax.random.key(5))
-    return optimizer.create_state(params, step.optimizer, step.trainable, ema=False)
 
 
 def run(step, steps=2):
@@ -81,13 +52,6 @@ def run(step, steps=2):
 def whole():
     """Two steps on one device, the measure of all others."""
     return run(make_step(tiny_model(drop_path=0.2), mesh_of(1, 1)))
-
-
-def assert_close(got, expected, atol):
-    for name, value in flatten(expected.params).items():
-        # The gradient of the keys' bias is zero but for rounding, which Adam blows up.
-        if not name.endswith("attn/key/bias"):
-            np.testing.assert_allclose(flatten(got.params)[name], value, atol=atol, err_msg=name)
 
 
 def collectives(text):

@@ -1,0 +1,154 @@
+"""Training to segment: one device or many, micro-batches, resuming amid a curriculum, results."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+import tiny_config
+from training import (
+    assert_close,
+    assert_same_state,
+    make_step,
+    mesh_of,
+    records,
+    start,
+    state_in,
+)
+
+from cropr_jax import models, tasks
+from cropr_jax.train import loop, sharding
+from cropr_jax.train.step import jit_evaluate, jit_train
+
+SIZE = (8, 12)
+BATCH = 16
+
+
+def segmentation_config(curriculum=None):
+    """The tiny config with maps: images of 8 x 12 pixels, 4 x 6 patches."""
+    config = tiny_config.get_config()
+    with config.unlocked():
+        del config["mixup"]
+        config.task = "segmentation"
+        config.data.update({"source": "fake_segmentation", "image_size": SIZE})
+        config.preprocess = {
+            "res": SIZE,
+            "mean": (0.5, 0.5, 0.5),
+            "std": (0.5, 0.5, 0.5),
+            "train": {
+                "resize_base": (12, 8),
+                "ratio_range": (0.5, 2.0),
+                "cat_max_ratio": 0.75,
+                "flip": True,
+                "photometric": True,
+            },
+        }
+        config.model.update({"head": "segmentation", "image_size": SIZE})
+        config.optimizer.update({"schedule": "poly", "power": 0.9})
+        config.curriculum = curriculum or {"epochs": 0}
+    return config
+
+
+def segmentation_step(mesh, accum_steps=1):
+    fields = segmentation_config().model.to_dict() | {"drop_path": 0.2}
+    step = make_step(models.create(fields), mesh, accum_steps)
+    return dataclasses.replace(step, task=tasks.segmentation, mixing=None)
+
+
+def make_batch(ignored):
+    """With `ignored` images differ in the number of pixels that count."""
+    draw = np.random.default_rng(0)
+    labels = draw.integers(0, 4, (BATCH, *SIZE)).astype(np.uint8)
+    if ignored:
+        labels[draw.random((BATCH, 1, 1)) > draw.random((BATCH, *SIZE))] = 255
+    return {
+        "image": draw.normal(size=(BATCH, *SIZE, 3)).astype(np.float32),
+        "label": labels,
+        "id": np.arange(BATCH, dtype=np.int32),
+    }
+
+
+def one_step(mesh, accum_steps=1, ignored=True):
+    """State and metrics after a step, and the sums of an evaluation."""
+    step = segmentation_step(mesh, accum_steps)
+    state = jax.jit(lambda: start(step))()
+    shardings = sharding.state_shardings(state, mesh)
+    state = jax.device_put(state, shardings)
+    batch = make_batch(ignored)
+    more = {
+        "size": np.full((BATCH, 2), SIZE, np.int32),
+        "valid": np.full((BATCH, 2), SIZE, np.int32),
+        "mask": np.ones(BATCH, np.float32),
+    }
+    evaluated = sharding.place(batch | more, mesh)
+    sums = jax.device_get(jit_evaluate(step, shardings.params)(state.params, evaluated))
+    state, metrics = jit_train(step, shardings)(state, sharding.place(batch, mesh))
+    return jax.device_get(state), jax.device_get(metrics), sums
+
+
+def test_devices_change_nothing():
+    """The mean over pixels that count is that of the whole batch, wherever they lie."""
+    state, metrics, sums = one_step(mesh_of(1, 1))
+    cut, cut_metrics, cut_sums = one_step(mesh_of(4, 2))
+    assert_close(cut, state, atol=1e-4)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(cut_metrics[name], value, rtol=1e-4, err_msg=name)
+    np.testing.assert_array_equal(cut_sums["confusion"], sums["confusion"])
+    assert sums["confusion"].sum() == (make_batch(True)["label"] != 255).sum()
+
+
+def test_micro_batches_are_slices_of_the_targets():
+    """Where all have as many pixels that count."""
+    state, metrics, _ = one_step(mesh_of(1, 1), ignored=False)
+    cut, cut_metrics, _ = one_step(mesh_of(1, 1), accum_steps=4, ignored=False)
+    assert_close(cut, state, atol=1e-4)
+    np.testing.assert_allclose(cut_metrics["loss"], metrics["loss"], rtol=1e-4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_by_one():
+    """Collectives of eight devices on a few cores may lock when several steps are under way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "IN_FLIGHT", 0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with a curriculum that was not interrupted."""
+    workdir = tmp_path_factory.mktemp("whole")
+    return workdir, loop.train(segmentation_config({"epochs": 1, "start": 1}), workdir)
+
+
+def test_what_a_run_leaves(whole):
+    workdir, result = whole
+    assert set(result["metrics"]["test"]) == {"miou", "macc", "aacc", "loss", "examples"}
+    assert result["metrics"]["test"]["examples"] == 21
+    classes = json.loads((workdir / "result.json").read_text())["per_class"]["test"]
+    assert list(classes) == [f"class {i}" for i in range(4)]
+    known = [row["iou"] for row in classes.values() if row["iou"] is not None]
+    assert np.mean(known) == pytest.approx(result["metrics"]["test"]["miou"])
+    assert (workdir / "segmentation.png").stat().st_size > 0
+    # After the first epoch fewer tokens were pruned: that is no measure for the best.
+    assert result["best"]["step"] == 8
+
+
+def test_resumed_amid_the_curriculum(whole, tmp_path, monkeypatch, capsys):
+    """Stopped while fewer tokens are pruned, and again after it: the same run."""
+    config = segmentation_config({"epochs": 1, "start": 1})
+    for stop in (2, 6):
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.Preemption, "at", lambda self, step, stop=stop: step == stop)
+            assert loop.train(config, tmp_path) is None
+    result = loop.train(config, tmp_path)
+    told = capsys.readouterr().out
+    # Each schedule once in every start that meets it.
+    compiled = re.findall(r"Compiled the training step of step (\d) on, (\d+) patches left", told)
+    assert compiled == [("1", "22"), ("3", "22"), ("5", "20"), ("7", "20")]
+    assert "Resumes after step 6" in told and "R 1 in the first 1 epochs" in told
+    workdir, expected = whole
+    assert result["metrics"] == expected["metrics"]
+    assert_same_state(state_in(tmp_path, 8), state_in(workdir, 8))
+    assert records(tmp_path)[-1] == records(workdir)[-1]
