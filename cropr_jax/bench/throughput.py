@@ -47,7 +47,7 @@ class Contestant:
       stage: what is timed.
       facts: what its row says without timing.
       program: at the batch size of the throughput.
-      latency: at batch 1; None in training.
+      latency: at batch 1; None in training, and where the other is that.
       calls: of the two in a round.
       seconds, latency_seconds: of a call, one entry a round.
     """
@@ -127,9 +127,7 @@ def prepare(
         f"batch {batch_size}: traced in {program.trace_seconds:.1f} s, compiled in "
         f"{program.compile_seconds:.1f} s"
     )
-    latency = None
-    if not train:
-        latency = program if batch_size == 1 else maker.compile(1)
+    latency = None if train or batch_size == 1 else maker.compile(1)
     contestant = Contestant(stage, model_facts(model, stage), program, latency)
     contestant.warm_up()
     return contestant
@@ -236,6 +234,8 @@ def summarize(
     """A contestant's row of the file; compile_seconds include trace_seconds, spreads are IQRs."""
     contestant = contestants[entrant]
     program, latency = contestant.program, contestant.latency_seconds
+    if program.batch_size == 1 and contestant.stage != "train":
+        latency = contestant.seconds
     rates = program.batch_size / np.array(contestant.seconds)
     ratios = None
     base = contestants.get(("none", "train" if contestant.stage == "train" else "slim"))
