@@ -7,7 +7,7 @@ from ml_collections import ConfigDict, config_dict
 
 from configs import common
 from cropr_jax.errors import ConfigError
-from cropr_jax.fusion import DENSE_FUSIONS
+from cropr_jax.fusion import DENSE_FUSIONS, NEW_BLOCKS
 from cropr_jax.models import VARIANTS, eva02
 from cropr_jax.models.vit import ViTSpec
 from cropr_jax.reducers.registry import OF_FUSIONS
@@ -100,7 +100,7 @@ def model(arg: Mapping[str, Any], res: tuple[int, int], rate: int) -> ConfigDict
         reduction.options.update(CROPR_OPTIONS)
     if arg["reduction"] == "attn_topk":
         reduction.options.source = ATTN_TOPK_SOURCE
-    return ConfigDict(
+    made = ConfigDict(
         {
             "name": name,
             "variant": variant,
@@ -117,6 +117,10 @@ def model(arg: Mapping[str, Any], res: tuple[int, int], rate: int) -> ConfigDict
             "reduction": reduction,
         }
     )
+    if arg["fusion"] in NEW_BLOCKS:
+        # The paper does not speak of it; its numbers of parameters and GFLOPs have it.
+        made.extra_proj = True
+    return made
 
 
 def spec(arg: Mapping[str, Any]) -> ViTSpec:

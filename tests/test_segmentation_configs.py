@@ -5,7 +5,7 @@ from test_configs import get_config
 
 from cropr_jax import models
 from cropr_jax.errors import ConfigError
-from cropr_jax.fusion import DENSE_FUSIONS
+from cropr_jax.fusion import DENSE_FUSIONS, NEW_BLOCKS
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.train import fields, recipe, schedules
 
@@ -31,6 +31,8 @@ def test_every_method_and_fusion_shrinks(name):
         assert getattr(model, key) == value
         assert (model.reduction == "dtop") == (value == "dtop")
         assert config.total_steps == 2 and model.depth == 4
+        # A field that a recipe does not show cannot be set on the command line.
+        assert config.model.get("extra_proj", False) == (value in NEW_BLOCKS)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
+from cropr_jax.data.sources import IGNORE
 from cropr_jax.layers import upsample
 from cropr_jax.models.vit import ViT
 from cropr_jax.tasks import classification
@@ -20,8 +21,6 @@ Sums = dict[str, jax.Array]
 Targets = dict[str, jax.Array]
 
 BEST = "miou"
-# Label of pixels that neither loss nor metric counts.
-IGNORE = 255
 # Rows of full-size logits that exist at a time.
 ROWS = 16
 
