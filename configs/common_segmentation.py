@@ -68,6 +68,8 @@ def base(arg: Mapping[str, Any], res: tuple[int, int]) -> ConfigDict:
         {
             "res": res,
             **common.pick("norm", arg["norm"], normalizations),
+            # (h, w) in pixels between windows of evaluation; None: the image is seen once, in full.
+            "eval_stride": config_dict.placeholder(tuple),
             "train": {
                 # (long, short) side of the box that an image is fitted into at ratio 1.
                 "resize_base": (max(res), min(res)),

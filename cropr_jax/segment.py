@@ -11,14 +11,18 @@ Letters: b images, c classes, h and w the patch grid.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cropr_jax.inference import Predictor, read
 from cropr_jax.tasks import segmentation
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # Maps are computed at sizes in steps of so many pixels, so that few are compiled.
 STEP = 64
@@ -31,64 +35,53 @@ class SegmentationPredictor(Predictor):
         """float32 [b, height, width, 3], normalised and padded to the model's size.
 
         Raises:
-          ConfigError: see `fit`.
-        """
-        return self.fit(images)[0]
-
-    def fit(self, images: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Images as large as the model takes them, padded right and below.
-
-        Args:
-          images: files, Pillow images or uint8 arrays [height, width, 3], of any sizes.
-
-        Returns:
-          float32 [b, height, width, 3]; int32 [b, 2], the size (height, width) of the part of each
-          that is no padding; int32 [b, 2], the size of each image.
-
-        Raises:
           ConfigError: without `preprocess` settings, or on a file that cannot be read.
         """
-        from cropr_jax.data.segmentation import eval_image
-
-        settings = self.settings()
-        opened = [read(image) for image in images]
-        made = [eval_image(image, settings) for image in opened]
-        sizes = [(image.height, image.width) for image in opened]
-        valid = np.array([part for _, part in made], np.int32)
-        return np.stack([pixels for pixels, _ in made]), valid, np.array(sizes, np.int32)
+        settings = self.settings() | {"eval_stride": None}
+        return self._windows([read(image) for image in images], settings)[0][:, 0]
 
     def segment(self, images: Sequence[Any], batch_size: int = 1) -> list[np.ndarray]:
         """The class of every pixel of images, as evaluation finds it.
 
         Args:
-          images: as for `fit`.
+          images: files, Pillow images or uint8 arrays [height, width, 3], of any sizes.
           batch_size: of the model's calls; one program is compiled for each.
 
         Returns:
           uint8 [height, width] for each image.
 
         Raises:
-          ConfigError: see `fit`.
+          ConfigError: without `preprocess` settings, or on a file that cannot be read.
         """
-        pixels, valid, sizes = self.fit(images)
-        count, maps = len(pixels), []
+        opened = [read(image) for image in images]
+        count, maps = len(opened), []
         for start in range(0, count, batch_size):
             # The last batch is filled with its last image.
-            chosen = np.minimum(np.arange(start, start + batch_size), count - 1)
-            largest = tuple((-(-sizes[chosen].max(0) // STEP) * STEP).tolist())
+            chosen = [opened[min(i, count - 1)] for i in range(start, start + batch_size)]
+            sizes = np.array([(image.height, image.width) for image in chosen], np.int32)
+            pixels, corner, resized = self._windows(chosen, self.settings())
+            needed = (corner < resized[:, None]).all(-1).any(0)
             found = full_size(
-                self(pixels[chosen]),
-                valid[chosen],
-                sizes[chosen],
+                jnp.stack([self(pixels[:, i]) for i in np.flatnonzero(needed)], 1),
+                segmentation.Places(*map(jnp.asarray, (corner[:, needed], resized, sizes))),
                 padded=self.model.image_size,
-                largest=largest,
+                largest=tuple((-(-sizes.max(0) // STEP) * STEP).tolist()),
             )
-            real = chosen[: count - start]
             maps += [
-                labels[: sizes[i, 0], : sizes[i, 1]].astype(np.uint8)
-                for i, labels in zip(real, np.asarray(found), strict=False)
-            ]
+                labels[:height, :width].astype(np.uint8)
+                for labels, (height, width) in zip(np.asarray(found), sizes, strict=True)
+            ][: count - start]
         return maps
+
+    def _windows(
+        self, images: Sequence[Image.Image], settings: Mapping[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`cropr_jax.data.segmentation.Windows` of images, each part stacked."""
+        from cropr_jax.data.segmentation import eval_windows
+
+        made = [eval_windows(image, settings) for image in images]
+        pixels, corner, resized = (np.stack([np.asarray(w[i]) for w in made]) for i in range(3))
+        return pixels, corner, resized.astype(np.int32)
 
     def shares(self, labels: np.ndarray, k: int = 5) -> list[tuple[str, float]]:
         """The k classes of most pixels in a map as (name, share), greatest first."""
@@ -104,11 +97,10 @@ class SegmentationPredictor(Predictor):
 @functools.partial(jax.jit, static_argnames=("padded", "largest"))
 def full_size(
     logits: jax.Array,
-    valid: jax.Array,
-    size: jax.Array,
+    places: segmentation.Places,
     *,
     padded: tuple[int, int],
     largest: tuple[int, int],
 ) -> jax.Array:
     """`cropr_jax.tasks.segmentation.label_maps`, compiled."""
-    return segmentation.label_maps(logits, padded, valid, size, largest)
+    return segmentation.label_maps(logits, padded, places, largest)

@@ -1,13 +1,18 @@
 """The predictor of segmentation, its picture and its artefacts."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 
 from cropr_jax import explain, inference, models
+from cropr_jax.data.fake import FakeMaps
+from cropr_jax.data.segmentation import eval_transform
+from cropr_jax.data.sources import Source
 from cropr_jax.exported import load_exported
 from cropr_jax.segment import SegmentationPredictor
+from cropr_jax.tasks import segmentation
 
 CONFIG = {
     "head": "segmentation",
@@ -57,6 +62,27 @@ def test_an_image_of_the_model_s_size_needs_no_resizing(predictor):
     # Upsampling changes nothing at the centre of four equal patches, so compare corner pixels.
     corners = np.asarray(logits)[0, [0, 0, 1, 1], [0, 3, 0, 3]].argmax(-1)
     np.testing.assert_array_equal(labels[[0, 0, 15, 15], [0, 31, 0, 31]], corners)
+
+
+def test_sliding_windows_are_those_of_evaluation(predictor):
+    settings = PREPROCESS | {"eval_stride": (10, 20)}
+    sliding = SegmentationPredictor(predictor.model, predictor.params, settings, NAMES)
+    made = images((20, 150), (170, 31), (16, 32))
+    source = Source(FakeMaps(num_examples=1, image_size=(170, 150), num_classes=5), 0, 1)
+    transform = eval_transform(settings, source)
+    records = [{"image": image, "label": np.zeros(image.shape[:2], np.uint8)} for image in made]
+    batch = jax.tree.map(lambda *leaves: np.stack(leaves), *map(transform, records))
+    assert batch["image"].shape == (3, 6, 16, 32, 3)
+    logits = jnp.stack([predictor(batch["image"][:, i]) for i in range(6)], 1)
+    places = segmentation.Places(*(jnp.asarray(batch[k]) for k in ("corner", "resized", "size")))
+    expected = segmentation.label_maps(logits, (16, 32), places, (170, 150))
+    maps = sliding.segment(made, batch_size=2)
+    for labels, whole, image in zip(maps, np.asarray(expected), made, strict=True):
+        np.testing.assert_array_equal(labels, whole[: image.shape[0], : image.shape[1]])
+    # Long images are seen closer; one of the window's size is the same either way.
+    once = predictor.segment(made)
+    assert (maps[0] != once[0]).any() and (maps[2] == once[2]).all()
+    assert sliding.prepare(made).shape == (3, 16, 32, 3)
 
 
 def test_shares_of_a_map(predictor):

@@ -14,8 +14,8 @@ from cropr_jax.reducers.registry import OF_FUSIONS
 from cropr_jax.train import config_file, fields, recipe
 from cropr_jax.train.recipe import Recipe
 
-# Fields that change no number of a finished run: what it was evaluated on does.
-FREE = tuple(name for name in fields.FREE if name != "data.eval")
+# Fields that change no number of a finished run: what it was evaluated on, and how, does.
+FREE = tuple(name for name in fields.FREE if name not in ("data.eval", "preprocess.eval_stride"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,8 +118,9 @@ def eval_batches(
       An iterator of batches as in `train_batches`, with b = eval_batch_size / process_count, and
       'mask' float32 [b]: 1 for examples, 0 for the padding (image 0, label 0, id -1). Of
       segmentation 'label' is the annotation in full, uint8 [b, H, W] with the largest sides of the
-      split, filled with 255; 'size' int32 [b, 2] the (h, w) of it that is annotation; 'valid'
-      int32 [b, 2] the (h, w) of the image that is no padding.
+      split, filled with 255; 'size' int32 [b, 2] the (h, w) of it that is annotation; 'image' is
+      [b, n, h, w, 3], with 'corner' int32 [b, n, 2] and 'resized' int32 [b, 2], see
+      `cropr_jax.data.segmentation.Windows`.
 
     Raises:
       ConfigError: see `train_batches`.

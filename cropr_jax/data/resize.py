@@ -29,6 +29,17 @@ def fitted(size: Size, res: Size) -> Size:
     return min(height, res[0]), min(width, res[1])
 
 
+def filling(size: Size, res: Size, most: int) -> Size:
+    """The smallest size of the same aspect ratio that `res` fits into, sides at most `most` times.
+
+    One side is exactly that of `res`, or, of an image too elongated for that, the other is `most`
+    times that of `res`.
+    """
+    tall, wide = res[0] / size[0], res[1] / size[1]
+    height, width = scaled(size, min(max(tall, wide), most * min(tall, wide)))
+    return min(height, most * res[0]), min(width, most * res[1])
+
+
 def whole(size: Size) -> Window:
     """The window that holds all of an image."""
     return 0, 0, *size

@@ -2,15 +2,16 @@
 
 Training follows open-mmlab/mmsegmentation 0.x `mmseg/datasets/pipelines/transforms.py` with the
 settings of benbergner/cropr `segm/data/config/ade20k.py`; evaluation is that code's one-shot
-protocol (`segm/utils/model_utils.py`). Sizes are (h, w) in pixels. The module needs nothing but
-NumPy and Pillow, so that the predictor can use it.
+protocol (`segm/utils/model_utils.py`), or the sliding window of mmsegmentation
+(`mmseg/models/segmentors/encoder_decoder.py`). Sizes are (h, w) in pixels. The module needs nothing
+but NumPy and Pillow, so that the predictor can use it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -23,8 +24,25 @@ from cropr_jax.errors import ConfigError
 Example = dict[str, Any]
 Size = tuple[int, int]
 
+# Sides of a resized image in sides of the window, at most: mmsegmentation's (2048, 512) for 512.
+MOST = 4
 # mmsegmentation's RandomCrop looks at this many crops, and takes the one drawn after the last.
 _CROP_TRIES = 10
+
+
+class Windows(NamedTuple):
+    """What a model sees of one image in evaluation.
+
+    Attributes:
+      pixels: float32 [n, *res, 3], normalised, 0 (the mean colour) beyond the image.
+      corner: int32 [n, 2], (top, left) of each window in the resized image; at its size, so
+        outside, where there is no window.
+      resized: (h, w) of the image that the windows were cut from.
+    """
+
+    pixels: np.ndarray
+    corner: np.ndarray
+    resized: Size
 
 
 def check(source: Source) -> None:
@@ -42,12 +60,12 @@ def check(source: Source) -> None:
 
 
 def eval_transform(settings: Mapping[str, Any], source: Source) -> Callable[[Record], Example]:
-    """Record -> example of evaluation: the image inside `res`, its annotation in full.
+    """Record -> example of evaluation: the windows of the image, its annotation in full.
 
     Returns:
-      A function of a record to {'image' float32 [*res, 3], 'valid' int32 [2], the part of it that
-      is no padding; 'label' uint8 [*largest of the source], 'size' int32 [2], the part of it that
-      is no padding}.
+      A function of a record to {'image' float32 [n, *res, 3], 'corner' int32 [n, 2], 'resized'
+      int32 [2]: see `Windows`; 'label' uint8 [*largest of the source], 'size' int32 [2], the part
+      of it that is no padding}.
 
     Raises:
       ConfigError: a field of `config.preprocess` that cannot be read.
@@ -60,47 +78,86 @@ def padding(settings: Mapping[str, Any], source: Source) -> Example:
     """An example that fills a batch: image 0, nothing to be counted."""
     assert isinstance(source.reader, MapReader)
     one = np.ones(2, np.int32)
+    count = most_windows(_checked(settings))
+    corner = np.ones((count, 2), np.int32)
+    corner[0] = 0
     return {
-        "image": np.zeros((*settings["res"], 3), np.float32),
+        "image": np.zeros((count, *settings["res"], 3), np.float32),
+        "corner": corner,
+        "resized": one,
         "label": np.full(source.reader.largest(), IGNORE, np.uint8),
         "size": one,
-        "valid": one,
     }
 
 
 def _eval(settings: Mapping[str, Any], largest: Size, record: Record) -> Example:
-    image, valid = eval_image(record["image"], settings)
+    windows = eval_windows(record["image"], settings)
     label = record["label"]
     return {
-        "image": image,
+        "image": windows.pixels,
+        "corner": windows.corner,
+        "resized": np.array(windows.resized, np.int32),
         "label": pad(label, largest, IGNORE),
         "size": np.array(label.shape, np.int32),
-        "valid": np.array(valid, np.int32),
     }
 
 
-def eval_image(
-    image: bytes | np.ndarray | Image.Image, settings: Mapping[str, Any]
-) -> tuple[np.ndarray, Size]:
-    """The one-shot protocol: as large as fits into `res`, normalised, padded right and below.
+def eval_windows(image: bytes | np.ndarray | Image.Image, settings: Mapping[str, Any]) -> Windows:
+    """What the model sees of an image in evaluation.
+
+    One shot: the image as large as fits into `res`. Sliding window: the image just large enough to
+    fill `res`, but no side above `MOST` times that of `res`; a window every `eval_stride` pixels,
+    the last one moved back to the image's end.
 
     Args:
       image: as `preprocess.decode` takes it.
-      settings: `config.preprocess`: `res`, `mean`, `std`, also as lists, read from JSON.
-
-    Returns:
-      float32 [*res, 3], where the padding is 0, so the mean colour; and the size (h, w) of the
-      part that is no padding.
+      settings: `config.preprocess`: `res`, `mean`, `std`, also as lists, read from JSON;
+        `eval_stride` (h, w) in pixels, None or left out for one shot.
 
     Raises:
       ConfigError: a field of `config.preprocess` that cannot be read.
     """
     settings = _checked(settings)
-    pixels, res = np.asarray(preprocess.decode(image)), settings["res"]
-    valid = resize.fitted(pixels.shape[:2], res)
-    pixels = resize.bilinear(pixels, valid, resize.whole(valid))
+    res, stride = settings["res"], settings["eval_stride"]
+    pixels = np.asarray(preprocess.decode(image))
+    size = pixels.shape[:2]
+    resized = resize.fitted(size, res) if stride is None else resize.filling(size, res, MOST)
+    pixels = resize.bilinear(pixels, resized, resize.whole(resized))
     pixels = preprocess.normalize(pixels, settings["mean"], settings["std"])
-    return pad(pixels, res, 0), valid
+    corners = [(0, 0)] if stride is None else window_corners(resized, res, stride)
+    count = most_windows(settings)
+    windows = np.zeros((count, *res, 3), np.float32)
+    for window, (top, left) in zip(windows, corners, strict=False):
+        cut = pixels[top : top + res[0], left : left + res[1]]
+        window[: cut.shape[0], : cut.shape[1]] = cut
+    corner = np.array(corners + [resized] * (count - len(corners)), np.int32)
+    return Windows(windows, corner, resized)
+
+
+def window_corners(size: Size, res: Size, stride: Size) -> list[Size]:
+    """(top, left) of every window of `res` on an image of `size`, row by row."""
+
+    def starts(axis: int) -> list[int]:
+        count = -(-max(size[axis] - res[axis], 0) // stride[axis]) + 1
+        last = max(size[axis] - res[axis], 0)
+        return [min(i * stride[axis], last) for i in range(count)]
+
+    return [(top, left) for top in starts(0) for left in starts(1)]
+
+
+def most_windows(settings: Mapping[str, Any]) -> int:
+    """The largest number of windows of an image of any aspect ratio; only one side is slid along.
+
+    Args:
+      settings: `res` and `eval_stride` as for `eval_windows`.
+    """
+    res, stride = settings["res"], settings["eval_stride"]
+    if stride is None:
+        return 1
+    return max(
+        len(window_corners((MOST * res[0], res[1]), res, stride)),
+        len(window_corners((res[0], MOST * res[1]), res, stride)),
+    )
 
 
 def train_transform(
@@ -210,8 +267,20 @@ def pad(array: np.ndarray, size: Size, value: int) -> np.ndarray:
 
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {"res": 2, "mean": 3, "std": 3}
-    return {name: preprocess.numbers(settings, name, length) for name, length in fields.items()}
+    fields: dict[str, Any] = {
+        name: preprocess.numbers(settings, name, length)
+        for name, length in (("res", 2), ("mean", 3), ("std", 3))
+    }
+    fields["eval_stride"] = settings.get("eval_stride")
+    if fields["eval_stride"] is not None:
+        fields["eval_stride"] = preprocess.numbers(settings, "eval_stride", 2)
+        for step, side in zip(fields["eval_stride"], fields["res"], strict=True):
+            if not (isinstance(step, int) and 0 < step <= side):
+                raise ConfigError(
+                    f"config.preprocess.eval_stride is {fields['eval_stride']}, expected (h, w) in "
+                    f"pixels, no larger than res {fields['res']}, or None for one shot."
+                )
+    return fields
 
 
 def _checked_train(train: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 A task is a module with `criterion(auxiliary logits, places, targets)` (see
 `cropr_jax.reducers.base.Criterion`), `losses(logits, extra, targets)`,
-`predicted_targets(logits, model)`, `evaluation_sums(logits, batch)`, `summarize(batches)`, and
-`BEST`, the metric by which checkpoints are ranked (higher is better). Tasks whose images are not
+`predicted_targets(logits, model)`, `predict(model, batch)`, what the model says of an evaluation
+batch, `evaluation_sums(logits, batch)`, of that, `summarize(batches)`, and `BEST`, the metric by
+which checkpoints are ranked (higher is better). Tasks whose images are not
 mixed have `targets(labels, model)`, tasks with results by class `per_class(batches)`.
 """
 

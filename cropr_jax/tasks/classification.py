@@ -3,7 +3,7 @@
 Letters: b images, n queries, c classes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,16 @@ def rank_of_label(logits: Float[Array, "b c"], labels: Int[Array, "b"]) -> Int[A
     before = (logits > own) | ((logits == own) & (classes < labels[:, None]))
     broken = jnp.isnan(logits).any(axis=1)
     return jnp.where(broken, logits.shape[1], before.sum(axis=1))
+
+
+def predict(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Logits of an evaluation batch.
+
+    Args:
+      model: images [b, height, width, 3] -> logits.
+      batch: with `image`.
+    """
+    return model(batch["image"])
 
 
 def evaluation_sums(logits: Float[Array, "b c"], batch: Mapping[str, jax.Array]) -> Sums:

@@ -1,10 +1,11 @@
 """Semantic segmentation: targets, main and auxiliary loss, mIoU.
 
-Letters: b images, h and w patch grid, n queries, c classes; `height` and `width` are pixels.
+Letters: b images, h and w patch grid, n queries, or windows of evaluation, c classes; `height` and
+`width` are pixels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,41 +105,87 @@ def losses(
     return classification.total(main, extra)
 
 
+class Places(NamedTuple):
+    """Where windows lie on their images, (height, width) or (top, left) in pixels.
+
+    Attributes:
+      corner: of each window in the resized image; at its size, so outside, where there is no
+        window. Together they cover it, as rows times columns.
+      resized: of the image that the windows were cut from.
+      size: of the original image.
+    """
+
+    corner: Int[Array, "b n 2"]
+    resized: Int[Array, "b 2"]
+    size: Int[Array, "b 2"]
+
+
+def predict(
+    model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]
+) -> Float[Array, "b n h w c"]:
+    """Logits of every window of an evaluation batch; 0 of windows that no image of it has.
+
+    Args:
+      model: images [b, height, width, 3] -> logits [b, h, w, c].
+      batch: `image` [b, n, height, width, 3], `corner` and `resized` (see `Places`).
+    """
+    windows = jnp.moveaxis(batch["image"], 1, 0)
+    logits = jax.eval_shape(model, windows[0])
+    needed = (batch["corner"] < batch["resized"][:, None]).all(-1).any(0)
+
+    def one(window: tuple[jax.Array, jax.Array]) -> jax.Array:
+        # Room is for the most elongated image there may be, which most are not.
+        return jax.lax.cond(
+            window[0], model, lambda _: jnp.zeros(logits.shape, logits.dtype), window[1]
+        )
+
+    return jnp.moveaxis(jax.lax.map(one, (needed, windows)), 0, 1)
+
+
 def resize_matrix(
     padded: int,
     cells: int,
-    valid: Int[Array, "b"],
+    corner: Int[Array, "b n"],
+    resized: Int[Array, "b"],
     size: Int[Array, "b"],
     largest: int,
-) -> Float[Array, "b largest cells"]:
-    """One axis of the way from the patch grid to the original image, as one matrix.
+) -> Float[Array, "b n largest cells"]:
+    """One axis of the way from the patch grids of windows to the original image, as matrices.
 
-    Bilinear from `cells` patches to the `padded` pixels of the input, cut to the first `valid` of
-    them, bilinear to the `size` pixels of the original image: all of it is linear. Both steps as
-    PyTorch's `interpolate` with `align_corners=False`; the second shrinks without antialiasing.
+    Bilinear from `cells` patches to the `padded` pixels of each window, the mean over the windows
+    that cover a pixel of the resized image, bilinear to the `size` pixels of the original image:
+    all of it is linear. Both resizings as PyTorch's `interpolate` with `align_corners=False`, the
+    second without antialiasing where it shrinks.
 
     Args:
-      padded: pixels of the input, static.
-      cells: patches along this axis, static.
-      valid: pixels of each input that are no padding.
-      size: pixels of each original image; rows from there on are of no use.
+      padded: pixels of a window, static.
+      cells: patches of it along this axis, static.
+      corner: first pixel of each window in the resized image.
+      resized: pixels of the resized image.
+      size: pixels of the original image; rows from there on are of no use.
       largest: rows of the matrix, static.
     """
     grow = upsample(jnp.eye(cells)[None, :, None], (padded, 1))[0, :, 0]
-    place = (jnp.arange(largest) + 0.5) * (valid / size)[:, None] - 0.5
-    end = valid[:, None] - 1
+    end = resized[:, None] - 1
+    place = (jnp.arange(largest) + 0.5) * (resized / size)[:, None] - 0.5
     place = jnp.clip(place, 0, end)
     low = jnp.floor(place).astype(jnp.int32)
-    share = (place - low)[..., None]
-    return (1 - share) * grow[low] + share * grow[jnp.minimum(low + 1, end)]
+    share = (place - low)[:, None, :, None]
+
+    def at(pixel: Int[Array, "b largest"]) -> Float[Array, "b n largest cells"]:
+        inside = pixel[:, None] - corner[..., None]
+        covers = (inside >= 0) & (inside < padded)
+        weight = covers / covers.sum(1, keepdims=True)
+        return weight[..., None] * grow[jnp.clip(inside, 0, padded - 1)]
+
+    return (1 - share) * at(low) + share * at(jnp.minimum(low + 1, end))
 
 
 def by_rows(
     reduce: Callable[..., Any],
-    logits: Float[Array, "b h w c"],
+    logits: Float[Array, "b n h w c"],
     padded: Size,
-    valid: Int[Array, "b 2"],
-    size: Int[Array, "b 2"],
+    places: Places,
     largest: Size,
     *maps: Integer[Array, "b height width"],
 ) -> Any:
@@ -149,47 +196,46 @@ def by_rows(
 
     Args:
       reduce: of logits [b, rows, width, c] and the same rows of `maps`, to arrays [b, rows, width].
-      logits: at the patch grid.
-      padded: (height, width) of the input.
-      valid: of each input, the part that is no padding.
-      size: of each original image.
+      logits: of windows, at the patch grid.
+      padded: (height, width) of a window.
+      places: of the windows.
       largest: (height, width) of the result.
       *maps: of size `largest`.
 
     Returns:
-      What `reduce` returns, [b, height, width]; beyond `size` it has no meaning.
+      What `reduce` returns, [b, height, width]; beyond `places.size` it has no meaning.
     """
     height, width = largest
     chunks = -(-height // ROWS)
-    rows = resize_matrix(padded[0], logits.shape[1], valid[:, 0], size[:, 0], chunks * ROWS)
-    columns = resize_matrix(padded[1], logits.shape[2], valid[:, 1], size[:, 1], width)
+    (top, left), (tall, broad), sizes = (jnp.moveaxis(x, -1, 0) for x in places)
+    rows = resize_matrix(padded[0], logits.shape[2], top, tall, sizes[0], chunks * ROWS)
+    columns = resize_matrix(padded[1], logits.shape[3], left, broad, sizes[1], width)
+    # Each axis has counted all windows that cover it, so the product has counted all of them twice.
+    count = ((top < tall[:, None]) & (left < broad[:, None])).sum(1)
+    columns *= count[:, None, None, None]
     # Every class is compared with every other: products of half precision will not do.
     exact = jax.lax.Precision.HIGHEST
-    wide = jnp.einsum("bxw,bhwc->bhxc", columns, logits, precision=exact)
+    wide = jnp.einsum("bnxw,bnhwc->bnhxc", columns, logits, precision=exact)
 
     def cut(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, chunks * ROWS - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(x.shape[0], chunks, ROWS, *x.shape[2:]), 1, 0)
 
     def one(parts: tuple[jax.Array, ...]) -> Any:
-        full = jnp.einsum("byh,bhxc->byxc", parts[0], wide, precision=exact)
+        full = jnp.einsum("bynh,bnhxc->byxc", parts[0], wide, precision=exact)
         return reduce(full, *parts[1:])
 
     def join(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, width)[:, :height]
 
-    return jax.tree.map(join, jax.lax.map(one, (cut(rows), *map(cut, maps))))
+    return jax.tree.map(join, jax.lax.map(one, (cut(rows.swapaxes(1, 2)), *map(cut, maps))))
 
 
 def label_maps(
-    logits: Float[Array, "b h w c"],
-    padded: Size,
-    valid: Int[Array, "b 2"],
-    size: Int[Array, "b 2"],
-    largest: Size,
+    logits: Float[Array, "b n h w c"], padded: Size, places: Places, largest: Size
 ) -> Int[Array, "b height width"]:
     """The class of every pixel of the original images; arguments as for `by_rows`."""
-    return by_rows(lambda full: full.argmax(-1), logits, padded, valid, size, largest)
+    return by_rows(lambda full: full.argmax(-1), logits, padded, places, largest)
 
 
 def confusion(
@@ -206,15 +252,18 @@ def confusion(
     return jax.vmap(count)(index).sum(0)[:cells].reshape(classes, classes)
 
 
-def evaluation_sums(logits: Float[Array, "b h w c"], batch: Mapping[str, jax.Array]) -> Sums:
+def evaluation_sums(logits: Float[Array, "b n h w c"], batch: Mapping[str, jax.Array]) -> Sums:
     """Sums over the real examples of a batch, at the size of the original images.
 
-    The one-shot protocol of `benbergner/cropr: segm/utils/model_utils.py`: logits of the patch grid
-    to the pixels of the input, without its padding, to the pixels of the image.
+    Logits of the patch grid go to the pixels of the window, their mean over all windows to the
+    pixels of the image, without the padding. With one window this is the one-shot protocol of
+    `benbergner/cropr: segm/utils/model_utils.py`, with several the sliding window of mmsegmentation
+    0.x: `mmseg/models/segmentors/encoder_decoder.py`.
 
     Args:
-      logits: of the main head.
-      batch: `image`, `label` [b, height, width] in full, padded with 255, `size`, `valid`, `mask`.
+      logits: of the main head, from `predict`.
+      batch: `image`, `label` [b, height, width] in full, padded with 255, `corner`, `resized`,
+        `size`, `mask`.
 
     Returns:
       `count` of images, the `confusion` matrix (int32: a batch must have fewer than 2**31 pixels),
@@ -225,10 +274,10 @@ def evaluation_sums(logits: Float[Array, "b h w c"], batch: Mapping[str, jax.Arr
     def reduce(full: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         return full.argmax(-1), negative_log_likelihood(full, labels)
 
-    _, *padded, _ = batch["image"].shape
+    *_, height, width, _ = batch["image"].shape
     _, *largest = labels.shape
-    places = batch["valid"], batch["size"]
-    predicted, loss = by_rows(reduce, logits, padded, *places, largest, labels)
+    places = Places(batch["corner"], batch["resized"], batch["size"])
+    predicted, loss = by_rows(reduce, logits, (height, width), places, largest, labels)
     return {
         "count": (batch["mask"] > 0).sum(dtype=jnp.int32),
         "confusion": confusion(labels, predicted, logits.shape[-1]),

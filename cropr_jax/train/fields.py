@@ -80,7 +80,7 @@ OF_TASK: dict[str, dict[str, Names]] = {
     },
     "segmentation": {
         "data": (set(), {"ignore", "zero_is_ignored"}),
-        "preprocess": ({"res", "mean", "std", "train"}, set()),
+        "preprocess": ({"res", "mean", "std", "train"}, {"eval_stride"}),
         "preprocess.train": (
             {"resize_base", "ratio_range", "cat_max_ratio", "flip", "photometric"},
             set(),
@@ -95,6 +95,7 @@ FREE = (
     "data.env",
     "data.workers",
     "data.eval",
+    "preprocess.eval_stride",
     "mesh",
     "cpu_devices",
     "distributed",

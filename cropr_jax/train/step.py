@@ -179,8 +179,11 @@ class Step:
         """The task's sums over the real examples of a batch `{image, label, id, mask, ...}`."""
         params = gather(params, self.mesh)
         keys = rng.example_keys(self.key(EVAL_KEY), 0, batch["id"])
-        logits, _ = self.model.apply({"params": params}, batch["image"], train=False, keys=keys)
-        return self.task.evaluation_sums(logits, batch)
+
+        def predict(images: jax.Array) -> jax.Array:
+            return self.model.apply({"params": params}, images, train=False, keys=keys)[0]
+
+        return self.task.evaluation_sums(self.task.predict(predict, batch), batch)
 
 
 def gather(params: Any, mesh: Mesh) -> Any:

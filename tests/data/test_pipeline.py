@@ -100,15 +100,16 @@ def test_types_and_shapes_of_maps():
     assert set(np.unique(batch["label"])) <= {0, 1, 2, 3, 4, 255}
     (batch,) = take(pipeline.eval_batches(maps(), "few"), 1)
     assert {key: (value.shape, str(value.dtype)) for key, value in batch.items()} == {
-        "image": ((8, 8, 12, 3), "float32"),
+        "image": ((8, 1, 8, 12, 3), "float32"),
+        "corner": ((8, 1, 2), "int32"),
+        "resized": ((8, 2), "int32"),
         "label": ((8, 12, 10), "uint8"),
         "size": ((8, 2), "int32"),
-        "valid": ((8, 2), "int32"),
         "id": ((8,), "int32"),
         "mask": ((8,), "float32"),
     }
     # Example 4 is 11 x 10 pixels: 8 / 11 makes it 8 x 7.
-    assert batch["size"][4].tolist() == [11, 10] and batch["valid"][4].tolist() == [8, 7]
+    assert batch["size"][4].tolist() == [11, 10] and batch["resized"][4].tolist() == [8, 7]
     reader = pipeline.open_source(maps()["data"], "test")
     for row in range(5):
         height, width = batch["size"][row]
@@ -116,7 +117,7 @@ def test_types_and_shapes_of_maps():
         assert (batch["label"][row, height:] == 255).all()
         assert (batch["label"][row, :, width:] == 255).all()
     assert (batch["label"][5:] == 255).all() and (batch["image"][5:] == 0).all()
-    assert (batch["size"][5:] == 1).all() and (batch["valid"][5:] == 1).all()
+    assert (batch["size"][5:] == 1).all() and (batch["resized"][5:] == 1).all()
 
 
 def test_data_and_task_must_agree():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cropr_jax.data import resize, segmentation
 from cropr_jax.data.fake import FakeMaps
+from cropr_jax.data.preprocess import normalize
 from cropr_jax.data.sources import Source
 from cropr_jax.errors import ConfigError
 
@@ -191,11 +192,11 @@ def test_evaluation_fits_the_image_in_and_leaves_the_map(size, res):
     for index in range(6):
         record = source[index]
         made = transform(record)
-        height, width = made["valid"]
+        height, width = made["resized"]
         assert (height, width) == resize.fitted(record["label"].shape, res)
         assert height == res[0] or width == res[1]
-        assert made["image"].shape == (*res, 3)
-        assert (made["image"][height:] == 0).all() and (made["image"][:, width:] == 0).all()
+        assert made["image"].shape == (1, *res, 3) and (made["corner"] == 0).all()
+        assert (made["image"][0, height:] == 0).all() and (made["image"][0, :, width:] == 0).all()
         np.testing.assert_array_equal(made["size"], record["label"].shape)
         rows, columns = made["size"]
         assert made["label"].shape == size
@@ -209,15 +210,57 @@ def test_evaluation_fits_the_image_in_and_leaves_the_map(size, res):
 
 def test_evaluation_normalises_before_it_pads():
     setting = fields(res=(8, 8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-    image, valid = segmentation.eval_image(np.full((4, 8, 3), 255, np.uint8), setting)
-    assert valid == (4, 8)
+    made = segmentation.eval_windows(np.full((4, 8, 3), 255, np.uint8), setting)
+    (image,) = made.pixels
+    assert made.resized == (4, 8)
     assert (image[:4] == 1).all() and (image[4:] == 0).all()
     # Saved settings come back from JSON as lists.
     saved = json.loads(json.dumps(setting))
-    again, _ = segmentation.eval_image(np.full((4, 8, 3), 255, np.uint8), saved)
-    np.testing.assert_array_equal(again, image)
+    again = segmentation.eval_windows(np.full((4, 8, 3), 255, np.uint8), saved)
+    np.testing.assert_array_equal(again.pixels, made.pixels)
     with pytest.raises(ConfigError, match=r"config\.preprocess\.std"):
-        segmentation.eval_image(np.zeros((4, 8, 3), np.uint8), setting | {"std": 0.5})
+        segmentation.eval_windows(np.zeros((4, 8, 3), np.uint8), setting | {"std": 0.5})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    res=st.tuples(st.integers(4, 40), st.integers(4, 40)),
+    share=st.tuples(st.floats(0.2, 1), st.floats(0.2, 1)),
+)
+def test_windows_cover_the_image_along_one_side(size, res, share):
+    stride = (max(int(res[0] * share[0]), 1), max(int(res[1] * share[1]), 1))
+    setting = fields(res=res, eval_stride=stride)
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3)).astype(np.uint8)
+    made = segmentation.eval_windows(pixels, setting)
+    height, width = made.resized
+    # It fills the window, or is four windows long.
+    assert {height, width} & {res[0], res[1], 4 * res[0], 4 * res[1]}
+    assert (height <= res[0] or width <= res[1]) and height <= 4 * res[0] and width <= 4 * res[1]
+    whole = resize.bilinear(pixels, made.resized, resize.whole(made.resized))
+    whole = normalize(whole, setting["mean"], setting["std"])
+    seen = np.zeros(made.resized, bool)
+    inside = (made.corner < made.resized).all(1)
+    assert inside[0] and len(made.pixels) == segmentation.most_windows(setting)
+    for window, (top, left) in zip(made.pixels[inside], made.corner[inside], strict=True):
+        part = whole[top : top + res[0], left : left + res[1]]
+        np.testing.assert_array_equal(window[: part.shape[0], : part.shape[1]], part)
+        assert not window[part.shape[0] :].any() and not window[:, part.shape[1] :].any()
+        seen[top : top + res[0], left : left + res[1]] = True
+    assert seen.all()
+    corners = made.corner[inside]
+    steps = np.diff(corners, axis=0)
+    assert (steps >= 0).all() and (steps <= stride).all()
+    assert not made.pixels[~inside].any()
+
+
+def test_strides_of_mmsegmentation_on_ade20k():
+    """(2048, 512) and a stride of 341: two windows for 4:3, six at most."""
+    setting = fields(res=(512, 512), eval_stride=(341, 341))
+    made = segmentation.eval_windows(np.zeros((512, 683, 3), np.uint8), setting)
+    assert made.resized == (512, 683) and len(made.pixels) == 6
+    assert made.corner[:2].tolist() == [[0, 0], [0, 171]]
+    assert (made.corner[2:] == (512, 683)).all()
 
 
 @pytest.mark.parametrize(
@@ -225,6 +268,9 @@ def test_evaluation_normalises_before_it_pads():
     [
         ({"res": 32}, r"res is 32"),
         ({"mean": (0.5,)}, "mean"),
+        ({"eval_stride": 341}, "eval_stride is 341"),
+        ({"eval_stride": (0, 8)}, r"eval_stride is \(0, 8\).*None for one shot"),
+        ({"res": (8, 8), "eval_stride": (8, 9)}, r"eval_stride is \(8, 9\).*no larger than res"),
         ({"train": {"resize_base": 512}}, r"train\.resize_base is 512"),
         ({"train": {"resize_base": (0, 512)}}, r"train\.resize_base"),
         ({"train": {"ratio_range": ("low", 2.0)}}, r"train\.ratio_range is .*2 numbers"),

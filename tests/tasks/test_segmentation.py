@@ -7,6 +7,7 @@ import pytest
 from conftest import fixture_names, load_fixture
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cropr_jax.data.segmentation import window_corners
 from cropr_jax.models.vit import ViT
 from cropr_jax.schedule import Schedule
 from cropr_jax.tasks import segmentation
@@ -26,6 +27,12 @@ def interpolate(length, size):
     return matrix
 
 
+def one_shot(resized, size):
+    """Places of images that are seen once."""
+    corner = jnp.zeros((len(size), 1, 2), jnp.int32)
+    return segmentation.Places(corner, jnp.asarray(resized), jnp.asarray(size))
+
+
 def two_steps(logits, padded, valid, size):
     """The protocol as it is written: grow to the input, cut the padding, resize to the image."""
     grown = np.einsum("yh,hwc,xw->yxc", interpolate(logits.shape[0], padded[0]), logits,
@@ -40,13 +47,61 @@ def test_full_size_maps_are_those_of_the_two_steps():
     logits = draw.normal(size=(3, 4, 6, 5)).astype(np.float32)
     padded, largest = (32, 48), (41, 70)
     valid, size = [(32, 40), (20, 48), (1, 9)], [(41, 52), (17, 70), (3, 2)]
-    maps = segmentation.label_maps(
-        jnp.asarray(logits), padded, jnp.asarray(valid), jnp.asarray(size), largest
-    )
+    places = one_shot(valid, size)
+    maps = segmentation.label_maps(jnp.asarray(logits)[:, None], padded, places, largest)
     assert maps.shape == (3, *largest)
     for i in range(3):
         expected = two_steps(logits[i], padded, valid[i], size[i]).argmax(-1)
         np.testing.assert_array_equal(maps[i, : size[i][0], : size[i][1]], expected)
+
+
+def slide(logits, corners, padded, resized, size):
+    """The mean over windows as mmsegmentation takes it, written out."""
+    total, count = np.zeros((*resized, logits.shape[-1])), np.zeros(resized)
+    for window, (top, left) in zip(logits, corners, strict=True):
+        grown = np.einsum("yh,hwc,xw->yxc", interpolate(window.shape[0], padded[0]), window,
+                          interpolate(window.shape[1], padded[1]))  # fmt: skip
+        height, width = (min(padded[i], resized[i] - (top, left)[i]) for i in range(2))
+        total[top : top + height, left : left + width] += grown[:height, :width]
+        count[top : top + height, left : left + width] += 1
+    assert count.all()
+    return np.einsum("yh,hwc,xw->yxc", interpolate(resized[0], size[0]), total / count[..., None],
+                     interpolate(resized[1], size[1]))  # fmt: skip
+
+
+def test_maps_of_windows_are_those_of_their_mean():
+    draw = np.random.default_rng(4)
+    padded, largest = (32, 48), (41, 90)
+    # Wide, tall, just one window, and both ways.
+    resized = [(32, 120), (75, 48), (20, 48), (40, 60)]
+    size = [(20, 90), (41, 26), (17, 40), (41, 52)]
+    corners = [window_corners(part, padded, (24, 32)) for part in resized]
+    assert [len(found) for found in corners] == [4, 3, 1, 4]
+    most = max(map(len, corners))
+    logits = draw.normal(size=(4, most, 4, 6, 5)).astype(np.float32)
+    corner = [[*found] + [resized[i]] * (most - len(found)) for i, found in enumerate(corners)]
+    places = segmentation.Places(*map(jnp.asarray, (corner, resized, size)))
+    found = segmentation.by_rows(
+        lambda full: full[..., 3], jnp.asarray(logits), padded, places, largest
+    )
+    for i in range(4):
+        expected = slide(logits[i, : len(corners[i])], corners[i], padded, resized[i], size[i])
+        height, width = size[i]
+        np.testing.assert_allclose(found[i, :height, :width], expected[..., 3], atol=1e-5)
+
+
+def test_windows_that_no_image_has_are_not_computed():
+    def model(images):
+        # A model that would spoil everything it is given beyond the last window.
+        return jnp.where(images[:, :2, :3] > 8, jnp.nan, images[:, :2, :3])
+
+    image = jnp.asarray(np.random.default_rng(5).normal(size=(2, 3, 4, 6, 3)), jnp.float32)
+    image = image.at[:, 2].set(9)
+    corner = jnp.asarray([[(0, 0), (4, 6), (4, 6)], [(0, 0), (0, 2), (4, 8)]])
+    batch = {"image": image, "corner": corner, "resized": jnp.asarray([(4, 6), (4, 8)])}
+    logits = jax.jit(lambda batch: segmentation.predict(model, batch))(batch)
+    np.testing.assert_array_equal(logits[:, :2], image[:, :2, :2, :3])
+    assert not np.asarray(logits[:, 2]).any()
 
 
 def stand_in(image, classes):
@@ -69,15 +124,15 @@ def test_one_shot_protocol_of_the_authors(name):
     assert cases
     for case in cases:
         logits = stand_in(arrays[f"in/image.{case['n']}"][0].transpose(1, 2, 0), classes)
-        logits = jnp.asarray(logits, jnp.float32)[None]
-        padded, size = logits.shape[1:3], tuple(case["ori_shape"])
-        places = jnp.asarray([case["img_shape"]]), jnp.asarray([size])
-        predicted = segmentation.label_maps(logits, padded, *places, size)[0]
+        logits = jnp.asarray(logits, jnp.float32)[None, None]
+        padded, size = logits.shape[2:4], tuple(case["ori_shape"])
+        places = one_shot([case["img_shape"]], [size])
+        predicted = segmentation.label_maps(logits, padded, places, size)[0]
         mirror = np.s_[:, :: -1 if case["flip"] else 1]
         np.testing.assert_array_equal(predicted[mirror], arrays[f"out/argmax.{case['n']}"])
         for k in range(classes):
             probability = segmentation.by_rows(
-                lambda full, k=k: jax.nn.softmax(full)[..., k], logits, padded, *places, size
+                lambda full, k=k: jax.nn.softmax(full)[..., k], logits, padded, places, size
             )
             expected = arrays[f"out/prob.{case['n']}"][k]
             np.testing.assert_allclose(probability[0][mirror], expected, atol=1e-5)
@@ -141,17 +196,16 @@ def test_nothing_to_learn_from_is_no_loss():
 def batch_of(labels, size, mask=None):
     count, height, width = labels.shape
     return {
-        "image": jnp.zeros((count, 4, 4, 3)),
+        "image": jnp.zeros((count, 1, 4, 4, 3)),
         "label": jnp.asarray(labels, jnp.uint8),
-        "size": jnp.asarray(size),
-        "valid": jnp.full((count, 2), 4),
+        **one_shot(jnp.full((count, 2), 4), size)._asdict(),
         "mask": jnp.ones(count) if mask is None else jnp.asarray(mask),
     }
 
 
 def sums_of(predicted, batch, classes):
     """Sums of a model that is sure of a map of one pixel a patch."""
-    logits = 9.0 * jax.nn.one_hot(jnp.asarray(predicted), classes)
+    logits = 9.0 * jax.nn.one_hot(jnp.asarray(predicted), classes)[:, None]
     return segmentation.evaluation_sums(logits, batch)
 
 
@@ -199,14 +253,13 @@ def test_images_that_fill_a_batch_do_not_count():
 
 def test_confusion_is_the_same_on_many_devices():
     draw = np.random.default_rng(3)
-    logits = draw.normal(size=(8, 2, 3, 5)).astype(np.float32)
+    logits = draw.normal(size=(8, 1, 2, 3, 5)).astype(np.float32)
     labels = draw.integers(0, 5, (8, 21, 33)).astype(np.uint8)
     labels[draw.random(labels.shape) < 0.2] = IGNORE
     batch = {
-        "image": jnp.zeros((8, 16, 24, 3)),
+        "image": jnp.zeros((8, 1, 16, 24, 3)),
         "label": jnp.asarray(labels),
-        "size": jnp.asarray(draw.integers(5, 21, (8, 2))),
-        "valid": jnp.asarray(draw.integers(3, 16, (8, 2))),
+        **one_shot(draw.integers(3, 16, (8, 2)), draw.integers(5, 21, (8, 2)))._asdict(),
         "mask": jnp.ones(8),
     }
     alone = jax.jit(segmentation.evaluation_sums)(jnp.asarray(logits), batch)

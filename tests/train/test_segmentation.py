@@ -78,8 +78,10 @@ def one_step(mesh, accum_steps=1, ignored=True):
     state = jax.device_put(state, shardings)
     batch = make_batch(ignored)
     more = {
+        "image": batch["image"][:, None],
+        "corner": np.zeros((BATCH, 1, 2), np.int32),
+        "resized": np.full((BATCH, 2), SIZE, np.int32),
         "size": np.full((BATCH, 2), SIZE, np.int32),
-        "valid": np.full((BATCH, 2), SIZE, np.int32),
         "mask": np.ones(BATCH, np.float32),
     }
     evaluated = sharding.place(batch | more, mesh)
