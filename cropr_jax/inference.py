@@ -98,7 +98,8 @@ class Predictor:
           images: uint8 [b, height, width, 3], RGB, 0 to 255, of the model's `image_size`; or
             float32 of the same shape, already normalised. With `preprocess` a list of files
             (paths), Pillow images or uint8 arrays [height, width, 3] of any sizes.
-          preprocess: resize, crop and normalise first, as in evaluation.
+          preprocess: resize, crop and normalise first, as in evaluation (of segmentation: in one
+            shot).
 
         Returns:
           Float32 logits [b, c], of segmentation [b, h, w, c], and a dict: `kept` and `pruned`,

@@ -7,7 +7,7 @@ from cropr_jax import models
 from cropr_jax.errors import ConfigError
 from cropr_jax.fusion import DENSE_FUSIONS, NEW_BLOCKS
 from cropr_jax.reducers.registry import REDUCERS
-from cropr_jax.train import fields, recipe, schedules
+from cropr_jax.train import card, fields, recipe, schedules
 
 NAMES = ("ade20k", "segmentation_folder")
 PRUNERS = ("none", *(name for name, made in REDUCERS.items() if not made().refuses_fusion))
@@ -140,3 +140,14 @@ def test_every_class_has_a_name():
     config.model.num_classes += 1
     with pytest.raises(ConfigError, match="num_classes: 11, but the data set names 10 classes"):
         recipe.resolve(config)
+
+
+def test_preprocess_is_read_before_anything_is_written():
+    config = get_config("segmentation_folder", "runlocal")
+    config.preprocess.eval_stride = (0, 8)
+    with pytest.raises(ConfigError, match=r"preprocess\.eval_stride is \(0, 8\)"):
+        recipe.resolve(config)
+    config.preprocess.eval_stride = config.preprocess.res
+    height, width = config.preprocess.res
+    said = card.card(recipe.resolve(config))
+    assert f"windows every {height}x{width} pixels" in said

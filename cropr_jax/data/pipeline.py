@@ -41,6 +41,15 @@ _ENDLESS = 2**40
 _MAX_THREADS = 16
 
 
+def check_preprocess(config: Mapping[str, Any]) -> None:
+    """Reads every field of `config.preprocess`, and no image.
+
+    Raises:
+      ConfigError: a field that cannot be read.
+    """
+    _task(config).train_transform(config["preprocess"])
+
+
 def num_examples(config: Mapping[str, Any], name: str = "") -> int:
     """Examples in the training split, or in the evaluation split called `name` in the config."""
     return len(_open(config, name))
@@ -130,7 +139,9 @@ def eval_batches(
     rows = _host_rows(config, "eval_batch_size", process_index, process_count)
     task, settings = _task(config), config["preprocess"]
     transform, padding = task.eval_transform(settings, source), task.padding(settings, source)
-    load = _EvalPart(source, transform, padding, size, rows)
+    # Of several windows an example is as large as so many images.
+    part = _part(len(rows), len(padding["image"]) if padding["image"].ndim > 3 else 1)
+    load = _EvalPart(source, transform, padding, size, rows, part)
     parts = len(rows) // load.size
     dataset = grain.MapDataset.range(math.ceil(len(source) / size) * parts).map(load)
     return _batches(dataset, parts, config["data"]["workers"])
@@ -180,9 +191,10 @@ def _host_rows(config: Mapping[str, Any], field: str, index: int, count: int) ->
     return range(index * (size // count), (index + 1) * (size // count))
 
 
-def _part(rows: int) -> int:
-    """The largest divisor of `rows` that is at most `_PART`."""
-    return max(size for size in range(1, min(rows, _PART) + 1) if rows % size == 0)
+def _part(rows: int, images: int = 1) -> int:
+    """The largest divisor of `rows` of at most `_PART` images, so many for each example."""
+    most = max(_PART // images, 1)
+    return max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
 
 
 def _batches(dataset: grain.MapDataset, parts: int, workers: int) -> Iterator[Batch]:
@@ -271,10 +283,7 @@ class _EvalPart:
     padding: dict[str, Any]
     batch_size: int
     rows: range
-
-    @property
-    def size(self) -> int:
-        return _part(len(self.rows))
+    size: int
 
     def __call__(self, number: int) -> Batch:
         step, part = divmod(int(number), len(self.rows) // self.size)

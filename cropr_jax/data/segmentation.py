@@ -278,7 +278,7 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
             if not (isinstance(step, int) and 0 < step <= side):
                 raise ConfigError(
                     f"config.preprocess.eval_stride is {fields['eval_stride']}, expected (h, w) in "
-                    f"pixels, no larger than res {fields['res']}, or None for one shot."
+                    f"pixels, no larger than res {fields['res']}; leave it out for one shot."
                 )
     return fields
 

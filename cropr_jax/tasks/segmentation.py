@@ -123,7 +123,7 @@ class Places(NamedTuple):
 def predict(
     model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]
 ) -> Float[Array, "b n h w c"]:
-    """Logits of every window of an evaluation batch; 0 of windows that no image of it has.
+    """Logits of every window of an evaluation batch; 0 of windows that an image does not have.
 
     Args:
       model: images [b, height, width, 3] -> logits [b, h, w, c].
@@ -131,7 +131,7 @@ def predict(
     """
     windows = jnp.moveaxis(batch["image"], 1, 0)
     logits = jax.eval_shape(model, windows[0])
-    needed = (batch["corner"] < batch["resized"][:, None]).all(-1).any(0)
+    exists = (batch["corner"] < batch["resized"][:, None]).all(-1)
 
     def one(window: tuple[jax.Array, jax.Array]) -> jax.Array:
         # Room is for the most elongated image there may be, which most are not.
@@ -139,7 +139,8 @@ def predict(
             window[0], model, lambda _: jnp.zeros(logits.shape, logits.dtype), window[1]
         )
 
-    return jnp.moveaxis(jax.lax.map(one, (needed, windows)), 0, 1)
+    found = jnp.moveaxis(jax.lax.map(one, (exists.any(0), windows)), 0, 1)
+    return jnp.where(exists[..., None, None, None], found, 0)
 
 
 def resize_matrix(

@@ -106,6 +106,12 @@ def card(recipe: Recipe) -> str:
             f"{found['params_slim']:,} slim",
         ),
         (
+            "evaluation",
+            f"windows every {'x'.join(map(str, stride))} pixels, a pass each"
+            if (stride := config["preprocess"].get("eval_stride"))
+            else "",
+        ),
+        (
             "MACs per image",
             f"{found['macs_linear'] / 1e9:.4g} G linear, {found['macs_all'] / 1e9:.4g} G with the "
             "attention products",

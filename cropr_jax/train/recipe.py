@@ -130,6 +130,7 @@ def _check_data(config: Mapping[str, Any], model: ViT) -> tuple[int, dict[str, i
             f"config.preprocess.res: {size}, but config.model.image_size is "
             f"{tuple(model.image_size)}: they must be equal"
         )
+    pipeline.check_preprocess(config)
     examples = pipeline.num_examples(config)
     if examples < config["batch_size"]:
         raise ConfigError(

@@ -257,6 +257,8 @@ def test_parts_divide_the_rows():
         part = pipeline._part(rows)
         assert rows % part == 0 and 1 <= part <= 32
     assert pipeline._part(512) == 32
+    # As many images however many windows an example has.
+    assert pipeline._part(64, 6) == 4 and pipeline._part(64, 1000) == 1
 
 
 # The package's own __init__ is left out: what the workers load are these modules.

@@ -269,7 +269,7 @@ def test_strides_of_mmsegmentation_on_ade20k():
         ({"res": 32}, r"res is 32"),
         ({"mean": (0.5,)}, "mean"),
         ({"eval_stride": 341}, "eval_stride is 341"),
-        ({"eval_stride": (0, 8)}, r"eval_stride is \(0, 8\).*None for one shot"),
+        ({"eval_stride": (0, 8)}, r"eval_stride is \(0, 8\).*leave it out for one shot"),
         ({"res": (8, 8), "eval_stride": (8, 9)}, r"eval_stride is \(8, 9\).*no larger than res"),
         ({"train": {"resize_base": 512}}, r"train\.resize_base is 512"),
         ({"train": {"resize_base": (0, 512)}}, r"train\.resize_base"),

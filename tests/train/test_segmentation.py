@@ -101,6 +101,41 @@ def test_devices_change_nothing():
     assert sums["confusion"].sum() == (make_batch(True)["label"] != 255).sum()
 
 
+def test_windows_are_evaluated_alike_on_any_devices():
+    """Of some images one window, of some two; what no image has is not there."""
+    batch = make_batch(True)
+    second = np.random.default_rng(1).normal(size=batch["image"].shape).astype(np.float32)
+    none = np.full_like(second, 7.0)
+    resized = np.where(np.arange(BATCH)[:, None] % 2, (8, 12), (8, 20)).astype(np.int32)
+    corner = np.zeros((BATCH, 3, 2), np.int32)
+    corner[:, 1] = np.where(np.arange(BATCH)[:, None] % 2, (8, 12), (0, 8))
+    corner[:, 2] = resized
+    batch |= {
+        "image": np.stack([batch["image"], second, none], 1),
+        "corner": corner,
+        "resized": resized,
+        "size": np.full((BATCH, 2), SIZE, np.int32),
+        "mask": (np.arange(BATCH) < BATCH - 1).astype(np.float32),
+    }
+    found = []
+    for mesh in (mesh_of(1, 1), mesh_of(4, 2)):
+        step = segmentation_step(mesh)
+        state = jax.jit(lambda step=step: start(step))()
+        shardings = sharding.state_shardings(state, mesh)
+        state = jax.device_put(state, shardings)
+        evaluate = jit_evaluate(step, shardings.params)
+        found.append(jax.device_get(evaluate(state.params, sharding.place(batch, mesh))))
+    alone, spread = found
+    np.testing.assert_array_equal(spread["confusion"], alone["confusion"])
+    np.testing.assert_allclose(spread["loss"], alone["loss"], rtol=1e-5)
+    assert alone["count"] == BATCH - 1
+    # Without their second window the wide images would be seen otherwise.
+    batch["corner"][:, 1] = resized
+    batch["resized"][:] = (8, 12)
+    other = jax.device_get(evaluate(state.params, sharding.place(batch, mesh)))
+    assert other["loss"] != alone["loss"]
+
+
 def test_micro_batches_are_slices_of_the_targets():
     """Where all have as many pixels that count."""
     state, metrics, _ = one_step(mesh_of(1, 1), ignored=False)
