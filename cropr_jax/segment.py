@@ -32,7 +32,7 @@ class SegmentationPredictor(Predictor):
     """Finds the class of every pixel with a pruned model."""
 
     def prepare(self, images: Sequence[Any]) -> np.ndarray:
-        """float32 [b, height, width, 3], each image once, normalised and padded to the model's size.
+        """float32 [b, height, width, 3]: each image once, normalised, padded to the model's size.
 
         Raises:
           ConfigError: without `preprocess` settings, or on a file that cannot be read.
