@@ -117,7 +117,10 @@ def make_row(
 
 
 def write(out: Path, rows: Sequence[report.Row], about: dict[str, Any]) -> None:
-    """Writes `out`.md (between its marks), .csv, .json, .png and, of several seeds, _seeds.png."""
+    """Writes `out`.md (between its marks), .csv and .json.
+
+    Beside them `out`.png, of what was timed, and `out`_seeds.png, of what has several seeds.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     head = f"{about['device']}; revision {about['revision']}; {versions}."
@@ -125,7 +128,8 @@ def write(out: Path, rows: Sequence[report.Row], about: dict[str, Any]) -> None:
     out.with_suffix(".csv").write_text(table.comma_separated(rows))
     out.with_suffix(".json").write_text(json.dumps({"rows": rows, **about}, indent=1) + "\n")
     metric = table.metric_name(rows)
-    tradeoff.plot(rows, out.with_suffix(".png"), metric)
+    if any(row.get("images_per_second") for row in rows):
+        tradeoff.plot(rows, out.with_suffix(".png"), metric)
     if any(len(row.get("values", ())) > 1 for row in rows):
         seeds.plot(rows, out.with_name(f"{out.stem}_seeds.png"), metric)
 
@@ -159,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     write(args.out, found, report.environment() | {"revision": revision(), "config": args.config})
     print(table.markdown(found), flush=True)
-    cli.say(f"written: {args.out}.md, .csv, .json, .png")
+    cli.say(f"written: {args.out}.md, .csv, .json and pictures")
 
 
 if __name__ == "__main__":

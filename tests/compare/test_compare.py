@@ -113,6 +113,27 @@ def test_result_of_the_same_run(tmp_path):
         run("--config.data.eval.test=train").result()
 
 
+def test_without_timing_there_is_no_trade_off(tmp_path):
+    names = ("tpr", "tokens", "params", "params_slim", "macs_linear", "macs_all")
+    results = [
+        {
+            "metrics": {"test": {"top1": top1, "examples": 9}},
+            "config": {"model": {"reduction": {"rate": 2}}},
+            **dict.fromkeys(names, 1.0),
+            "tokens": [4, 2],
+        }
+        for top1 in (0.5, 0.6)
+    ]
+    row = compare.make_row(plan.Entry("random", "per_block"), (0, 1), results, "top1", None)
+    compare.write(tmp_path / "t", [row], {"device": "cpu", "revision": "", "versions": {}})
+    assert "| random | per-block |" in (tmp_path / "t.md").read_text()
+    assert (tmp_path / "t_seeds.png").exists() and not (tmp_path / "t.png").exists()
+    speed = {"images_per_second": 3.0, "ratio": 1.0, "batch_size": 2}
+    row = compare.make_row(plan.Entry("random", "per_block"), (0, 1), results, "top1", speed)
+    compare.write(tmp_path / "t", [row], {"device": "cpu", "revision": "", "versions": {}})
+    assert (tmp_path / "t.png").exists()
+
+
 def test_summary():
     assert table.summary([0.5])["low"] is None
     found = table.summary([0.1, 0.2, 0.6])
