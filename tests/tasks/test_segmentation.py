@@ -90,7 +90,7 @@ def test_maps_of_windows_are_those_of_their_mean():
         np.testing.assert_allclose(found[i, :height, :width], expected[..., 3], atol=1e-5)
 
 
-def test_windows_that_no_image_has_are_not_computed():
+def test_windows_that_an_image_lacks_count_for_nothing():
     def model(images):
         # A model that spoils what it is given beyond the last window.
         return jnp.where(images[:, :2, :3] > 8, jnp.nan, images[:, :2, :3])
