@@ -24,7 +24,7 @@ from cropr_jax.compare import plan, table
 from cropr_jax.compare.plan import Entry, Plan
 from cropr_jax.errors import ConfigError
 from cropr_jax.train import config_file, sharding
-from cropr_jax.train.loop import revision
+from cropr_jax.train.results import revision
 from cropr_jax.visualize import seeds, tradeoff
 
 SEEDS = "seeds.json"  # what the table holds: entries and their seeds, of all commands

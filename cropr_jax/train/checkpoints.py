@@ -182,6 +182,19 @@ def _best(checkpoints: list[Any], metric: str) -> Any | None:
     return max(scored, key=lambda c: (c.metrics[metric], -c.step), default=None)
 
 
+def _complete(workdir: str | Path) -> list[Any]:
+    root = Path(workdir).absolute() / DIRECTORY
+    if not root.is_dir():
+        return []
+    with ocp.training.Checkpointer(str(root)) as reader:
+        return list(reader.checkpoints)
+
+
+def started(workdir: str | Path) -> bool:
+    """Whether the work directory holds a complete checkpoint, from which a run resumes."""
+    return bool(_complete(workdir))
+
+
 def find(
     workdir: str | Path, which: Literal["best", "last"] = "best", metric: str = "top1"
 ) -> Path:
@@ -191,12 +204,9 @@ def find(
       CheckpointError: if the work directory holds no complete checkpoint.
     """
     root = Path(workdir).absolute() / DIRECTORY
-    if root.is_dir():
-        with ocp.training.Checkpointer(str(root)) as reader:
-            steps = list(reader.checkpoints)
-        if steps:
-            best = _best(steps, metric) if which == "best" else None
-            return root / str((best or steps[-1]).step)
+    if steps := _complete(workdir):
+        best = _best(steps, metric) if which == "best" else None
+        return root / str((best or steps[-1]).step)
     raise CheckpointError(
         f"no complete checkpoint under '{root}': train first, or give another --workdir"
     )

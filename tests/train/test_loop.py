@@ -17,9 +17,11 @@ from training import assert_same_state, records, state_in
 
 import cropr_jax
 from cropr_jax import models
+from cropr_jax.errors import ConfigError
 from cropr_jax.train import fields, loop, recipe
 from cropr_jax.train.logging import drop_records_after
 from cropr_jax.train.optimizer import flatten
+from cropr_jax.train.run import Run, prefetch
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "tests" / "tiny_config.py")
@@ -201,7 +203,7 @@ def test_prefetch_keeps_the_order_and_ends():
             made.append(i)
             yield {"x": np.full(8, i)}
 
-    stream = loop.prefetch(batches(), mesh, ahead=2)
+    stream = prefetch(batches(), mesh, ahead=2)
     assert int(next(stream)["x"][0]) == 0 and made == [0, 1]
     assert [int(batch["x"][0]) for batch in stream] == [1, 2, 3, 4]
 
@@ -219,7 +221,7 @@ def test_loss_that_is_not_finite_ends_the_run():
         loop._check_finite(7, {"loss": float("nan")})
 
 
-def test_a_run_keeps_its_teacher(tmp_path):
+def test_a_run_keeps_its_teacher(tmp_path, monkeypatch):
     """What is restored is bit by bit what was read, without reading it again."""
     config = tiny_config.get_config("reduction=dynamicvit")
     with config.unlocked():
@@ -228,11 +230,14 @@ def test_a_run_keeps_its_teacher(tmp_path):
     resolved = recipe.resolve(config)
     taught = flatten(models.init(resolved.teacher, jax.random.key(3)))
     np.savez(config.teacher, **taught)
-    run = loop.Run(resolved)
+    run = Run(resolved)
     state = run.initial_state()
     for name, leaf in flatten(state.teacher).items():
         np.testing.assert_array_equal(leaf, taught[name])
     Path(config.teacher).unlink()
+    with pytest.raises(ConfigError, match="config.teacher: .* does not exist"):
+        loop.train(config, tmp_path)
+    assert not (tmp_path / "config.json").exists()
     with loop.Checkpoints(tmp_path, resolved.task.BEST) as saved:
         saved.save(1, state)
         saved.wait()
@@ -240,6 +245,16 @@ def test_a_run_keeps_its_teacher(tmp_path):
         params = run.restore_params(saved.path(1))
     assert_same_state(flatten(again.teacher), taught)
     assert_same_state(flatten(params), flatten(state.params))
+
+    class Started(Exception):
+        pass
+
+    def started(resolved):
+        raise Started
+
+    monkeypatch.setattr(loop, "Run", started)
+    with pytest.raises(Started):  # the checkpoint has it all
+        loop.train(config, tmp_path)
 
 
 def test_routers_after_the_fact_are_a_run_like_any(tmp_path):
@@ -252,7 +267,7 @@ def test_routers_after_the_fact_are_a_run_like_any(tmp_path):
     resolved = recipe.resolve(config)
     whole = flatten(models.init(resolved.teacher, jax.random.key(3)))
     np.savez(config.init, **whole)
-    run = loop.Run(resolved)
+    run = Run(resolved)
     state = run.initial_state()
     assert state.teacher is None
     loop._claim(tmp_path, resolved)
