@@ -6,7 +6,8 @@
 
 Every run has a directory of its own, so the same command goes on where it was cut, and a second
 command with other methods or seeds on the same --workdir adds them to the table.
-`--config.field=value` holds for all runs.
+`--config.field=value` holds for all runs; options of one method stand behind its name, so that
+`--reductions cropr,cropr:mlp=False` compares it with and without.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made = cli.parser("cropr_jax.compare", __doc__)
     add = made.add_argument
     add("--config", required=True, help="FILE or FILE:VARIANT,KEY=VALUE,... as run.py takes it")
-    add("--reductions", type=cli.words, required=True, help="methods, by comma")
+    add("--reductions", type=cli.words, required=True, help="NAME or NAME:OPTION=VALUE, by comma")
     add("--schedules", type=cli.words, default=("per_block",), help="by comma")
     add("--rates", type=cli.numbers, default=(-1,), help="R, by comma; default: the config's own")
     add("--fusions", type=cli.words, default=("",), help="by comma; default: the config's own")

@@ -23,7 +23,8 @@ class Entry:
     """A row of the table: one method at one schedule, pruning rate and fusion.
 
     Attributes:
-      reduction: as configs name it.
+      reduction: as configs name it, with the options that it differs in, if any:
+        'cropr:heads=3:projections=True'.
       schedule: as configs name it; empty for the unpruned model, which has none.
       rate: R; negative for the config's own.
       fusion: as configs name it; empty for the config's own.
@@ -38,15 +39,22 @@ class Entry:
     def label(self) -> str:
         """'cropr-per_block-r8', also the name of its directory."""
         rate = f"r{self.rate}" if self.rate >= 0 else ""
-        words = [self.reduction, self.schedule, rate, self.fusion]
+        words = [self.reduction.replace(":", "-"), self.schedule, rate, self.fusion]
         return "-".join(word for word in dict.fromkeys(words) if word)
+
+    @property
+    def overrides(self) -> list[str]:
+        """Its options as `--config.field=value`."""
+        options = self.reduction.split(":")[1:]
+        return [f"--config.model.reduction.options.{option}" for option in options]
 
     def config(self, config: str, seed: int) -> str:
         """The `--config` value of one of its runs."""
+        name = self.reduction.split(":")[0]
         words = [f"seed={seed}"]
         words += [f"fusion={self.fusion}"] if self.fusion else []
         # A fusion with a method of its own brings it along.
-        words += [] if self.reduction in OF_FUSIONS else [f"reduction={self.reduction}"]
+        words += [] if name in OF_FUSIONS else [f"reduction={name}"]
         words += [f"schedule={self.schedule}"] if self.schedule else []
         words += [f"r={self.rate}"] if self.rate >= 0 else []
         return config + ("," if ":" in config else ":") + ",".join(words)
@@ -140,7 +148,9 @@ def make(
         try:
             runs[entry] = []
             for seed in seeds:
-                loaded = config_file.load(entry.config(config, seed), overrides)
+                loaded = config_file.load(
+                    entry.config(config, seed), [*overrides, *entry.overrides]
+                )
                 place = workdir / entry.label / f"seed_{seed}"
                 runs[entry].append(Run(entry, seed, loaded, recipe.resolve(loaded), place))
         except ScheduleError as error:

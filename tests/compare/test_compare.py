@@ -96,6 +96,21 @@ def test_fusions_are_rows_and_some_bring_their_method(tmp_path):
     assert (tmp_path / "seeds.png").stat().st_size > 1000
 
 
+def test_options_of_a_method_are_rows(tmp_path):
+    rows = plan.entries(("cropr", "cropr:heads=2:mlp=False"), ("per_block",), (-1,))
+    planned = plan.make(CONFIG, SMALL, dict.fromkeys(rows, (0,)), tmp_path)
+    plain, other = (run.recipe.model for (run,) in planned.runs.values())
+    assert dict(other.reducer) == {**dict(plain.reducer), "heads": 2, "mlp": False}
+    assert other.clone(reducer=plain.reducer) == plain
+    workdirs = [run.workdir.relative_to(tmp_path) for (run,) in planned.runs.values()]
+    assert workdirs[1] == Path("cropr-heads=2-mlp=False-per_block", "seed_0")
+    assert len({row.label for row in rows}) == 2
+    row = dataclasses.asdict(rows[1]) | table.summary([0.5])
+    assert "| cropr:heads=2:mlp=False | per-block |" in table.markdown([row])
+    with pytest.raises(ConfigError, match="config.model.reduction.options.hats: no such field"):
+        compare.main(arguments(tmp_path, "--reductions=cropr:hats=2"))
+
+
 def test_result_of_the_same_run(tmp_path):
     def run(*more):
         planned = plan.make(CONFIG, (*SMALL, *more), {plan.Entry("random"): (0,)}, tmp_path)
