@@ -75,7 +75,7 @@ class Graph:
             if tensor.missing:
                 raise ConfigError(
                     f"format='onnx': the model computes with {tensor.missing!r}, for which there "
-                    "is no rule (methods that draw at random have none); use format='jax'"
+                    "is no rule (random draws and loops have none); use format='jax'"
                 )
             if tensor.array is not None:
                 self._constants[tensor.name] = tensor.array
