@@ -13,23 +13,7 @@ from cropr_jax.train.fields import check_names, difference, leaves, plain
 from cropr_jax.train.recipe import resolve
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-REDUCTIONS = (
-    "cropr",
-    "none",
-    "random",
-    "variance",
-    "attn_topk",
-    "non_salient",
-    "kmedoids",
-    "ats",
-    "dpc_knn",
-    "evit",
-    "tome",
-    "dynamicvit",
-    "sit",
-    "sinkhorn",
-    "patchmerger",
-)
+REDUCTIONS = ("none", *sorted(REDUCERS))
 
 
 def get_config(name, arg):

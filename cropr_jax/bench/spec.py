@@ -28,9 +28,9 @@ SHORT = {
 
 
 def value_of(text: str) -> Any:
-    """'8' -> 8, '4.0' -> 4.0, 'true' -> True, '224x320' -> (224, 320), else the text itself."""
-    if text in ("true", "false"):
-        return text == "true"
+    """'8' -> 8, '4.0' -> 4.0, 'true' or 'True' -> True, '224x320' -> (224, 320); else the text."""
+    if text in ("true", "True", "false", "False"):
+        return text in ("true", "True")
     for kind in (int, float, lambda pair: tuple(int(side) for side in pair.split("x"))):
         try:
             return kind(text)
@@ -104,6 +104,19 @@ def model_fields(config: str) -> dict[str, Any]:
     return load_file(config)["model"] if is_file(config) else parse_variant(config)
 
 
+def split_options(name: str) -> tuple[str, dict[str, str]]:
+    """A method and its options: 'cropr:heads=3:mlp=False' -> 'cropr', its two options as text.
+
+    Raises:
+      ConfigError: if what follows the name is no option.
+    """
+    method, *words = name.split(":")
+    pairs = [word.partition("=") for word in words]
+    if not all(option and equals for option, equals, _ in pairs):
+        raise ConfigError(f"method: found {name!r}, expected METHOD:OPTION=VALUE")
+    return method, {option: text for option, _, text in pairs}
+
+
 def with_reduction(fields: Mapping[str, Any], name: str, **more: Any) -> dict[str, Any]:
     """The same model with another reduction method at the same schedule.
 
@@ -118,10 +131,7 @@ def with_reduction(fields: Mapping[str, Any], name: str, **more: Any) -> dict[st
     Raises:
       ConfigError: if what follows the name is no option.
     """
-    method, *words = name.split(":")
-    pairs = [word.partition("=") for word in words]
-    if not all(equals for _, equals, _ in pairs):
-        raise ConfigError(f"--reduction: found {name!r}, expected METHOD:OPTION=VALUE")
+    method, words = split_options(name)
     before = dict(fields.get("reduction", {}))
     if method == "none" and not words:
         return {**fields, **more, "reduction": {"name": "none"}}
@@ -129,7 +139,7 @@ def with_reduction(fields: Mapping[str, Any], name: str, **more: Any) -> dict[st
         before.pop("options", None)
     asked = {**before, "name": method}
     if words:
-        options = {option: value_of(text) for option, _, text in pairs}
+        options = {option: value_of(text) for option, text in words.items()}
         asked["options"] = {**asked.get("options", {}), **options}
     if method in OF_FUSIONS:
         asked["fusion"] = method

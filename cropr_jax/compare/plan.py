@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cropr_jax.bench.spec import split_options
 from cropr_jax.errors import ConfigError, ScheduleError
 from cropr_jax.reducers.registry import OF_FUSIONS
 from cropr_jax.train import config_file, fields, recipe
@@ -45,12 +46,12 @@ class Entry:
     @property
     def overrides(self) -> list[str]:
         """Its options as `--config.field=value`."""
-        options = self.reduction.split(":")[1:]
-        return [f"--config.model.reduction.options.{option}" for option in options]
+        _, options = split_options(self.reduction)
+        return [f"--config.model.reduction.options.{name}={text}" for name, text in options.items()]
 
     def config(self, config: str, seed: int) -> str:
         """The `--config` value of one of its runs."""
-        name = self.reduction.split(":")[0]
+        name, _ = split_options(self.reduction)
         words = [f"seed={seed}"]
         words += [f"fusion={self.fusion}"] if self.fusion else []
         # A fusion with a method of its own brings it along.

@@ -246,8 +246,8 @@ def test_variants():
     options = spec.parse_variant("vit_b,reduction.options.heads=16")
     assert spec.with_reduction(options, "cropr")["reduction"]["options"] == {"heads": 16}
     assert "options" not in spec.with_reduction(options, "random")["reduction"]
-    more = spec.with_reduction(options, "cropr:train_queries=4:remat=true")["reduction"]
-    assert more["options"] == {"heads": 16, "train_queries": 4, "remat": True}
+    more = spec.with_reduction(options, "cropr:train_queries=4:remat=true:mlp=False")["reduction"]
+    assert more["options"] == {"heads": 16, "train_queries": 4, "remat": True, "mlp": False}
     assert more["name"] == "cropr"
     assert spec.with_reduction(options, "dtop")["reduction"]["fusion"] == "dtop"
 

@@ -109,6 +109,9 @@ def test_options_of_a_method_are_rows(tmp_path):
     assert "| cropr:heads=2:mlp=False | per-block |" in table.markdown([row])
     with pytest.raises(ConfigError, match="config.model.reduction.options.hats: no such field"):
         compare.main(arguments(tmp_path, "--reductions=cropr:hats=2"))
+    with pytest.raises(ConfigError, match="'cropr:mlp', expected METHOD:OPTION=VALUE"):
+        compare.main(arguments(tmp_path, "--reductions=cropr:mlp"))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_result_of_the_same_run(tmp_path):
