@@ -4,12 +4,14 @@ import json
 import os
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests compile much and compute little: half of the time would go into optimizing.
+# Tests compile much and compute little: half of the time would go into optimizing, and half of
+# the rest into XLA's newer way of making fused kernels.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+DEVICES = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false", DEVICES]
+)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -35,6 +37,12 @@ def load_fixture(name: str) -> tuple[dict[str, np.ndarray], dict]:
         return {}, meta
     with np.load(path) as arrays:
         return dict(arrays), meta
+
+
+def one_device(**variables: str) -> dict[str, str]:
+    """Environment of a program that a test starts: `variables`, and one device instead of eight."""
+    flags = os.environ["XLA_FLAGS"].replace(DEVICES, "")
+    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)} | variables
 
 
 def random_params(model, seed: int = 0):

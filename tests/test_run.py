@@ -1,13 +1,13 @@
 """The command line of run.py: mistakes end in one line, before anything slow."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import one_device
 
 import run
 
@@ -66,12 +66,10 @@ def test_eva02_trains_resumes_and_evaluates(tmp_path):
     config = f"--config={ROOT / 'configs' / 'in1k.py'}:eva02_l,runlocal,res=56,r=2"
     workdir = tmp_path / "run"
     words = [config, f"--workdir={workdir}", f"--cache_dir={tmp_path / 'cache'}"]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
     def start(*command):
         done = subprocess.run(
-            [sys.executable, *command, *words], cwd=ROOT, env=environment, capture_output=True,
+            [sys.executable, *command, *words], cwd=ROOT, env=one_device(), capture_output=True,
             text=True, timeout=600, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from cropr_jax.errors import ConfigError
 from cropr_jax.visualize import seeds
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "digits.py") + ":runlocal"
-SMALL = ("--config.model.width=16", "--config.model.heads=2")
+SMALL = ("--config.model.width=16", "--config.model.heads=2", "--config.model.depth=3")
 # ml_collections loads the file in a way that Python is giving up.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 

@@ -1,12 +1,12 @@
 """What a load costs in memory, in a process of its own."""
 
 import json
-import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from conftest import one_device
 from weight_files import dense, pth_bytes
 
 from cropr_jax import models
@@ -69,12 +69,11 @@ def measure(folder, suffix, how, wanted, fields=FIELDS):
     small, large = folder / f"small{suffix}", folder / f"large{suffix}"
     write(small, fields | TINY)
     write(large, fields)
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     words = [how, str(small), json.dumps(wanted | TINY), str(large), json.dumps(wanted)]
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, *words],
-            env=environment | {"JAX_PLATFORMS": "cpu"},
+            env=one_device(),
             check=True,
             stdout=subprocess.PIPE,
         )

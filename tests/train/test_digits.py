@@ -2,13 +2,13 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import one_device
 from PIL import Image
 
 import cropr_jax
@@ -21,11 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_digits_are_learned_and_served(tmp_path):
     workdir = tmp_path / "run"
     command = [sys.executable, "run.py", "--config", "configs/digits.py", "--workdir", str(workdir)]
-    environment = os.environ | {"CROPR_DATA_DIR": str(tmp_path), "XLA_FLAGS": ""}
     done = subprocess.run(
         [*command, "--config.total_steps=200", "--cache_dir="],
         cwd=ROOT,
-        env=environment,
+        env=one_device(CROPR_DATA_DIR=str(tmp_path)),
         capture_output=True,
         text=True,
         check=False,

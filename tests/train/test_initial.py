@@ -1,7 +1,6 @@
 """Starting from weights: a head for other classes, another grid, a file of another model."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_config
+from conftest import one_device
 
 from cropr_jax import models
 from cropr_jax.convert.files import write_safetensors
@@ -190,10 +190,9 @@ def test_a_run_of_eight_devices_starts_and_predicts_on_one(run, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model": config.model.to_dict(), "preprocess": {}})
     )
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     subprocess.run(
         [sys.executable, "-c", ON_ONE_DEVICE, str(tmp_path), str(tmp_path / "out.npz")],
-        env=environment | {"JAX_PLATFORMS": "cpu"},
+        env=one_device(),
         check=True,
     )
     with np.load(tmp_path / "out.npz") as found:

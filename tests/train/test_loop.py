@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_config
+from conftest import one_device
 from training import assert_same_state, records, state_in
 
 import cropr_jax
@@ -65,11 +66,9 @@ def start(workdir, cache, *arguments, what=""):
     """Exit status, standard output and standard error of one start of run.py on one device."""
     argv = ["run.py", "--config", CONFIG, "--workdir", str(workdir), "--cache_dir", str(cache)]
     program = INTERRUPTED.format(what=what, argv=[*argv, *arguments])
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True,
-        timeout=300, check=False,
+        [sys.executable, "-c", program], cwd=ROOT, env=one_device(), capture_output=True,
+        text=True, timeout=300, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -163,8 +162,6 @@ def test_another_model_in_the_same_place_is_refused(uninterrupted, cache, tmp_pa
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     """Two processes of one device each against one process of two."""
-    base = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    base |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "run.py", "--config", CONFIG, "--cache_dir=", "--workdir"]
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -173,7 +170,7 @@ def test_two_processes_equal_one(tmp_path):
     starts = [
         subprocess.Popen(
             [*command, str(tmp_path / "two"), "--config.distributed"], cwd=ROOT,
-            env=base | several | {"JAX_PROCESS_ID": str(i)},
+            env=one_device(**several, JAX_PROCESS_ID=str(i)),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for i in range(2)
@@ -181,7 +178,7 @@ def test_two_processes_equal_one(tmp_path):
     outputs = [process.communicate(timeout=300)[0] for process in starts]
     assert [process.returncode for process in starts] == [0, 0], "\n".join(outputs)
     assert "Result" in outputs[0] and "Result" not in outputs[1]
-    one = base | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    one = one_device(JAX_NUM_CPU_DEVICES="2")
     subprocess.run([*command, str(tmp_path / "one")], cwd=ROOT, env=one, check=True, timeout=300)
     together, alone = (state_in(tmp_path / name, 8) for name in ("two", "one"))
     assert together.keys() == alone.keys()
