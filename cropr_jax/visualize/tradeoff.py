@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -28,6 +29,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, metric: str) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    # The usual ten colours and their light shades: all methods in one picture are fourteen.
+    shades = colormaps["tab20"].colors
+    axes.set_prop_cycle(color=shades[::2] + shades[1::2])
     lines: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row.get("mean") is not None and row.get("images_per_second") is not None:
