@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
-# Tests compile much and compute little: half of the time would go into optimizing, and half of
-# the rest into XLA's newer way of making fused kernels.
+# Tests compile much and compute little: half of the time would go into optimizing, and up to
+# half of the rest into XLA's newer way of making fused kernels.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -39,8 +39,8 @@ def load_fixture(name: str) -> tuple[dict[str, np.ndarray], dict]:
         return dict(arrays), meta
 
 
-def one_device(**variables: str) -> dict[str, str]:
-    """Environment of a program that a test starts: `variables`, and one device instead of eight."""
+def environment(**variables: str) -> dict[str, str]:
+    """What a program that a test starts finds: `variables`, and not the eight devices."""
     flags = os.environ["XLA_FLAGS"].replace(DEVICES, "")
     return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)} | variables
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import one_device
+from conftest import environment
 
 import run
 
@@ -69,7 +69,7 @@ def test_eva02_trains_resumes_and_evaluates(tmp_path):
 
     def start(*command):
         done = subprocess.run(
-            [sys.executable, *command, *words], cwd=ROOT, env=one_device(), capture_output=True,
+            [sys.executable, *command, *words], cwd=ROOT, env=environment(), capture_output=True,
             text=True, timeout=600, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

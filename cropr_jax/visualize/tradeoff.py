@@ -29,7 +29,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, metric: str) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    # The usual ten colours and their light shades: all methods in one picture are fourteen.
+    # The usual ten colours and their light shades: there are more than ten methods.
     shades = colormaps["tab20"].colors
     axes.set_prop_cycle(color=shades[::2] + shades[1::2])
     lines: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}

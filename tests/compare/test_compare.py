@@ -11,7 +11,8 @@ import pytest
 from cropr_jax.compare import __main__ as compare
 from cropr_jax.compare import plan, table
 from cropr_jax.errors import ConfigError
-from cropr_jax.visualize import seeds
+from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.visualize import seeds, tradeoff
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "digits.py") + ":runlocal"
 SMALL = ("--config.model.width=16", "--config.model.heads=2", "--config.model.depth=3")
@@ -150,6 +151,24 @@ def test_without_timing_there_is_no_trade_off(tmp_path):
     row = compare.make_row(plan.Entry("random", "per_block"), (0, 1), results, "top1", speed)
     compare.write(tmp_path / "t", [row], {"device": "cpu", "revision": "", "versions": {}})
     assert (tmp_path / "t.png").exists()
+
+
+def test_every_method_has_a_colour_of_its_own(tmp_path, monkeypatch):
+    drawn = []
+
+    class Kept(tradeoff.Figure):
+        def savefig(self, *args, **kwargs):
+            drawn.extend(bars.lines[0].get_color() for bars in self.axes[0].containers)
+            super().savefig(*args, **kwargs)
+
+    monkeypatch.setattr(tradeoff, "Figure", Kept)
+    speed = {"images_per_second": 3.0}
+    rows = [
+        dataclasses.asdict(plan.Entry(name, "per_block")) | table.summary([0.5]) | speed
+        for name in REDUCERS
+    ]
+    tradeoff.plot(rows, tmp_path / "t.png", "accuracy")
+    assert len(rows) > 10 and len(set(drawn)) == len(rows)
 
 
 def test_summary():

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import one_device
+from conftest import environment
 from weight_files import dense, pth_bytes
 
 from cropr_jax import models
@@ -73,7 +73,7 @@ def measure(folder, suffix, how, wanted, fields=FIELDS):
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, *words],
-            env=one_device(),
+            env=environment(),
             check=True,
             stdout=subprocess.PIPE,
         )

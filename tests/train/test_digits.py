@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import one_device
+from conftest import environment
 from PIL import Image
 
 import cropr_jax
@@ -24,7 +24,7 @@ def test_digits_are_learned_and_served(tmp_path):
     done = subprocess.run(
         [*command, "--config.total_steps=200", "--cache_dir="],
         cwd=ROOT,
-        env=one_device(CROPR_DATA_DIR=str(tmp_path)),
+        env=environment(CROPR_DATA_DIR=str(tmp_path)),
         capture_output=True,
         text=True,
         check=False,

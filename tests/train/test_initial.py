@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_config
-from conftest import one_device
+from conftest import environment
 
 from cropr_jax import models
 from cropr_jax.convert.files import write_safetensors
@@ -192,7 +192,7 @@ def test_a_run_of_eight_devices_starts_and_predicts_on_one(run, tmp_path):
     )
     subprocess.run(
         [sys.executable, "-c", ON_ONE_DEVICE, str(tmp_path), str(tmp_path / "out.npz")],
-        env=one_device(),
+        env=environment(),
         check=True,
     )
     with np.load(tmp_path / "out.npz") as found:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_config
-from conftest import one_device
+from conftest import environment
 from training import assert_same_state, records, state_in
 
 import cropr_jax
@@ -67,7 +67,7 @@ def start(workdir, cache, *arguments, what=""):
     argv = ["run.py", "--config", CONFIG, "--workdir", str(workdir), "--cache_dir", str(cache)]
     program = INTERRUPTED.format(what=what, argv=[*argv, *arguments])
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=one_device(), capture_output=True,
+        [sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True,
         text=True, timeout=300, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
@@ -170,7 +170,7 @@ def test_two_processes_equal_one(tmp_path):
     starts = [
         subprocess.Popen(
             [*command, str(tmp_path / "two"), "--config.distributed"], cwd=ROOT,
-            env=one_device(**several, JAX_PROCESS_ID=str(i)),
+            env=environment(**several, JAX_PROCESS_ID=str(i)),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for i in range(2)
@@ -178,7 +178,7 @@ def test_two_processes_equal_one(tmp_path):
     outputs = [process.communicate(timeout=300)[0] for process in starts]
     assert [process.returncode for process in starts] == [0, 0], "\n".join(outputs)
     assert "Result" in outputs[0] and "Result" not in outputs[1]
-    one = one_device(JAX_NUM_CPU_DEVICES="2")
+    one = environment(JAX_NUM_CPU_DEVICES="2")
     subprocess.run([*command, str(tmp_path / "one")], cwd=ROOT, env=one, check=True, timeout=300)
     together, alone = (state_in(tmp_path / name, 8) for name in ("two", "one"))
     assert together.keys() == alone.keys()
