@@ -7,6 +7,7 @@ logits = predictor(images)  # as predictor.metadata["input"] says
 
 import contextlib
 import json
+import tokenize
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -80,6 +81,20 @@ def load_exported(path: str | Path) -> ExportedPredictor:
     return ExportedPredictor(program, params, metadata)
 
 
+# What reading a damaged file raises in zipfile, json and NumPy, which tokenizes the headers of
+# arrays as if they were Python.
+DAMAGED = (
+    EOFError,
+    KeyError,
+    OSError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+)
+
+
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Tells what is wrong with a file while it is read.
@@ -93,7 +108,7 @@ def readable(path: Path) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise ConfigError(f"'{path}' does not exist") from error
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         raise ConfigError(
             f"'{path}' is damaged, or not what Predictor.export writes with format='jax' ({error})"
         ) from error

@@ -43,7 +43,7 @@ def load_fixture(name: str) -> tuple[dict[str, np.ndarray], dict]:
 
 def environment(**variables: str) -> dict[str, str]:
     """What a program that a test starts finds: `variables`, and not the eight devices."""
-    flags = os.environ["XLA_FLAGS"].replace(DEVICES, "")
+    flags = os.environ["XLA_FLAGS"].replace(DEVICES, "").strip()
     return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)} | variables
 
 
