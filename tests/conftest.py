@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 from jaxlib.version import __version_info__ as JAXLIB
@@ -18,6 +19,12 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *OLD_FUSION
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+# The same step is compiled again by every run that a test starts, resumes or compares with: most
+# of the time. Each process keeps what it compiled, so that no other reads a file half written.
+COMPILED = tempfile.TemporaryDirectory(prefix="compiled-")
+jax.config.update("jax_compilation_cache_dir", COMPILED.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FIXTURES = Path(
@@ -66,6 +73,10 @@ def missing() -> dict[str, tuple[str, Path, str]]:
     if not DATA.is_dir():
         found["real_data"] = ("data sets", DATA, "CROPR_DATA")
     return found
+
+
+def pytest_configure(config):
+    config.add_cleanup(COMPILED.cleanup)
 
 
 def pytest_sessionstart(session):

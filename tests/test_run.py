@@ -62,10 +62,11 @@ runpy.run_path("run.py", run_name="__main__")
 
 @pytest.mark.slow
 def test_eva02_trains_resumes_and_evaluates(tmp_path):
-    """The recipe of EVA-02-L but for what makes it large: data, depth, batch and images."""
+    """The recipe of EVA-02-L but for what makes it large: data, images, batch, depth and width."""
     config = f"--config={ROOT / 'configs' / 'in1k.py'}:eva02_l,runlocal,res=56,r=2"
     workdir = tmp_path / "run"
     words = [config, f"--workdir={workdir}", f"--cache_dir={tmp_path / 'cache'}"]
+    words += ["--config.model.variant=ti"]
 
     def start(*command):
         done = subprocess.run(
