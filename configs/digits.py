@@ -4,7 +4,7 @@
     python run.py --config configs/digits.py:reduction=random
 
 The 1,797 digits of scikit-learn, 8 x 8 pixels in 10 classes, every pixel a patch. Of 64 patches 49
-(77 %) are pruned before the last block. Test accuracy is about 97 %, in less than four minutes on
+(77 %) are pruned before the last block. Test accuracy is about 97 %, in about four minutes on
 two CPU cores. The recipe was chosen on fifths of the training images, held out, which are easier
 (about 98 %, `--config.data.train='train[:80%]' --config.data.eval.test='train[80%:]'`), but for the
 heads: there two do as well, and four were taken because more of the test digits are right. It is
