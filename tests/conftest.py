@@ -20,8 +20,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-# The same step is compiled again by every run that a test starts, resumes or compares with: most
-# of the time. Each process keeps what it compiled, so that no other reads a file half written.
+# Runs that a test resumes or compares have the same step: each process keeps what it compiled, for
+# itself alone, so that no other reads a file half written.
 COMPILED = tempfile.TemporaryDirectory(prefix="compiled-")
 jax.config.update("jax_compilation_cache_dir", COMPILED.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

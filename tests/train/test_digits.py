@@ -22,7 +22,7 @@ def test_digits_are_learned_and_served(tmp_path):
     workdir = tmp_path / "run"
     command = [sys.executable, "run.py", "--config", "configs/digits.py", "--workdir", str(workdir)]
     done = subprocess.run(
-        [*command, "--config.total_steps=140", "--cache_dir="],
+        [*command, "--config.total_steps=200", "--cache_dir="],
         cwd=ROOT,
         env=environment(CROPR_DATA_DIR=str(tmp_path)),
         capture_output=True,
@@ -32,7 +32,7 @@ def test_digits_are_learned_and_served(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((workdir / "result.json").read_text())
     assert result["metrics"]["test"]["examples"] == 359
-    assert result["metrics"]["test"]["top1"] > 0.3  # chance is 0.1; a whole run reaches 0.97
+    assert result["metrics"]["test"]["top1"] > 0.6  # chance is 0.1; a whole run reaches 0.97
     assert result["tpr"] >= 0.75
     with Image.open(workdir / "pruning.png") as picture:
         assert picture.size[0] > 300
