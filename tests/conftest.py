@@ -1,5 +1,6 @@
 """Set-up shared by all tests: eight CPU devices, reference numbers, checked shapes."""
 
+import gc
 import json
 import os
 import tempfile
@@ -15,6 +16,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 DEVICES = "--xla_force_host_platform_device_count=8"
 OLD_FUSION = ["--xla_cpu_use_fusion_emitters=false"] if JAXLIB < (0, 11) else []
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *OLD_FUSION, DEVICES])
+
+# Tracing makes and drops many small objects beside the many that imports leave for good: looking
+# through all of these as often as Python does by default would take a fifth of the time.
+gc.set_threshold(50_000, 20, 100)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from conftest import random_params
 from jax.sharding import Mesh
 
 from cropr_jax import models, tasks
@@ -39,8 +40,13 @@ def make_step(model, mesh, accum_steps=1, freeze=(), group=16, teacher=None, **k
 
 
 def start(step):
-    params = models.init(step.model, jax.random.key(5))
-    return optimizer.create_state(params, step.optimizer, step.trainable, ema=False)
+    """A state with random parameters, and no teacher's."""
+
+    @jax.jit
+    def state(params):
+        return optimizer.create_state(params, step.optimizer, step.trainable, ema=False)
+
+    return state(random_params(step.model))
 
 
 def assert_close(got, expected, atol):

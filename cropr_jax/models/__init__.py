@@ -309,9 +309,18 @@ def init(model: ViT, key: jax.Array) -> dict[str, Any]:
     return variables["params"]
 
 
-def abstract_params(model: ViT) -> dict[str, Any]:
-    """Shapes and dtypes of all parameters, without computing anything."""
+@functools.lru_cache(maxsize=64)
+def _abstract_params(model: ViT) -> dict[str, Any]:
     return jax.eval_shape(lambda: init(model, jax.random.key(0)))
+
+
+def abstract_params(model: ViT) -> dict[str, Any]:
+    """Shapes and dtypes of all parameters, without computing anything.
+
+    Tracing a large model takes seconds, and many ask: that is done once for each.
+    """
+    known = _abstract_params(model)  # pyright: ignore[reportArgumentType] -- flax modules do hash
+    return jax.tree.map(lambda leaf: leaf, known)
 
 
 def slim(model: ViT, params: Mapping[str, Any]) -> tuple[ViT, dict[str, Any]]:

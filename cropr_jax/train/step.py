@@ -127,14 +127,15 @@ class Step:
                 lambda x: jax.lax.dynamic_index_in_dim(x, j, axis=1, keepdims=False), strided
             )
 
-        def add(total: Any, j: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, one(pick(j))), None
+        def add(total: Flat, j: jax.Array) -> tuple[Flat, Metrics]:
+            grads, metrics = one(pick(j))
+            return jax.tree.map(jnp.add, total, grads), metrics
 
         # From zeros and not from the first micro-batch: the model is compiled once, in the loop.
-        shapes = jax.eval_shape(lambda: one(pick(jnp.asarray(0))))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        total, _ = jax.lax.scan(add, zeros, jnp.arange(self.accum_steps))
-        return jax.tree.map(lambda x: x / self.accum_steps, total)
+        zeros = jax.tree.map(jnp.zeros_like, chosen)
+        total, metrics = jax.lax.scan(add, zeros, jnp.arange(self.accum_steps))
+        mean = jax.tree.map(lambda x: x / self.accum_steps, total)
+        return mean, jax.tree.map(lambda x: x.mean(0), metrics)
 
     def targets(self, batch: Batch, step: jax.Array) -> Batch:
         """What the model is to see and to predict: `{image, targets, id}`."""

@@ -13,6 +13,9 @@ from cropr_jax.schedule import Schedule
 from cropr_jax.tasks import segmentation
 
 IGNORE = segmentation.IGNORE
+evaluation_sums = jax.jit(segmentation.evaluation_sums)
+label_maps = jax.jit(segmentation.label_maps, static_argnums=(1, 3))
+by_rows = jax.jit(segmentation.by_rows, static_argnums=(0, 2, 4))
 
 
 def interpolate(length, size):
@@ -48,7 +51,7 @@ def test_full_size_maps_are_those_of_the_two_steps():
     padded, largest = (32, 48), (41, 70)
     valid, size = [(32, 40), (20, 48), (1, 9)], [(41, 52), (17, 70), (3, 2)]
     places = one_shot(valid, size)
-    maps = segmentation.label_maps(jnp.asarray(logits)[:, None], padded, places, largest)
+    maps = label_maps(jnp.asarray(logits)[:, None], padded, places, largest)
     assert maps.shape == (3, *largest)
     for i in range(3):
         expected = two_steps(logits[i], padded, valid[i], size[i]).argmax(-1)
@@ -81,9 +84,7 @@ def test_maps_of_windows_are_those_of_their_mean():
     logits = draw.normal(size=(4, most, 4, 6, 5)).astype(np.float32)
     corner = [[*found] + [resized[i]] * (most - len(found)) for i, found in enumerate(corners)]
     places = segmentation.Places(*map(jnp.asarray, (corner, resized, size)))
-    found = segmentation.by_rows(
-        lambda full: full[..., 3], jnp.asarray(logits), padded, places, largest
-    )
+    found = by_rows(lambda full: full[..., 3], logits, padded, places, largest)
     for i in range(4):
         expected = slide(logits[i, : len(corners[i])], corners[i], padded, resized[i], size[i])
         height, width = size[i]
@@ -122,18 +123,17 @@ def test_one_shot_protocol_of_the_authors(name):
     # Their code enlarges images that are smaller than the window, which ours are by then.
     cases = [case for case in meta["config"]["cases"] if case["resized"] == case["padded"]]
     assert cases
+    softmaxes = [lambda full, k=k: jax.nn.softmax(full)[..., k] for k in range(classes)]
     for case in cases:
         logits = stand_in(arrays[f"in/image.{case['n']}"][0].transpose(1, 2, 0), classes)
         logits = jnp.asarray(logits, jnp.float32)[None, None]
         padded, size = logits.shape[2:4], tuple(case["ori_shape"])
         places = one_shot([case["img_shape"]], [size])
-        predicted = segmentation.label_maps(logits, padded, places, size)[0]
+        predicted = label_maps(logits, padded, places, size)[0]
         mirror = np.s_[:, :: -1 if case["flip"] else 1]
         np.testing.assert_array_equal(predicted[mirror], arrays[f"out/argmax.{case['n']}"])
-        for k in range(classes):
-            probability = segmentation.by_rows(
-                lambda full, k=k: jax.nn.softmax(full)[..., k], logits, padded, places, size
-            )
+        for k, softmax in enumerate(softmaxes):
+            probability = by_rows(softmax, logits, padded, places, size)
             expected = arrays[f"out/prob.{case['n']}"][k]
             np.testing.assert_allclose(probability[0][mirror], expected, atol=1e-5)
 
@@ -206,7 +206,7 @@ def batch_of(labels, size, mask=None):
 def sums_of(predicted, batch, classes):
     """Sums of a model that is sure of a map of one pixel a patch."""
     logits = 9.0 * jax.nn.one_hot(jnp.asarray(predicted), classes)[:, None]
-    return segmentation.evaluation_sums(logits, batch)
+    return evaluation_sums(logits, batch)
 
 
 def test_scores_by_hand():
@@ -262,12 +262,10 @@ def test_confusion_is_the_same_on_many_devices():
         **one_shot(draw.integers(3, 16, (8, 2)), draw.integers(5, 21, (8, 2)))._asdict(),
         "mask": jnp.ones(8),
     }
-    alone = jax.jit(segmentation.evaluation_sums)(jnp.asarray(logits), batch)
+    alone = evaluation_sums(jnp.asarray(logits), batch)
     mesh = Mesh(np.array(jax.devices()), ("data",))
     assert mesh.size > 1
     place = NamedSharding(mesh, PartitionSpec("data"))
-    spread = jax.jit(segmentation.evaluation_sums)(
-        jax.device_put(logits, place), jax.device_put(batch, place)
-    )
+    spread = evaluation_sums(jax.device_put(logits, place), jax.device_put(batch, place))
     np.testing.assert_array_equal(spread["confusion"], alone["confusion"])
     assert int(alone["confusion"].sum()) == (labels != IGNORE).sum()

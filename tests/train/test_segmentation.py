@@ -73,7 +73,7 @@ def make_batch(ignored):
 def one_step(mesh, accum_steps=1, ignored=True):
     """State and metrics after a step, and the sums of an evaluation."""
     step = segmentation_step(mesh, accum_steps)
-    state = jax.jit(lambda: start(step))()
+    state = start(step)
     shardings = sharding.state_shardings(state, mesh)
     state = jax.device_put(state, shardings)
     batch = make_batch(ignored)
@@ -120,7 +120,7 @@ def test_windows_are_evaluated_alike_on_any_devices():
     found = []
     for mesh in (mesh_of(1, 1), mesh_of(4, 2)):
         step = segmentation_step(mesh)
-        state = jax.jit(lambda step=step: start(step))()
+        state = start(step)
         shardings = sharding.state_shardings(state, mesh)
         state = jax.device_put(state, shardings)
         evaluate = jit_evaluate(step, shardings.params)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_config
-from conftest import fixture_names, load_fixture
+from conftest import fixture_names, load_fixture, random_params
 from training import assert_close, make_step, mesh_of, start
 
 from cropr_jax import models, rng, tasks
@@ -170,7 +170,7 @@ def test_forward_pass_of_a_data_mesh_communicates_nothing():
         logits, out = model.apply({"params": params}, images, train=True, keys=keys)
         return logits, out["auxiliary"], out["kept"]
 
-    params = models.init(model, jax.random.key(0))
+    params = random_params(model)
     lowered = jax.jit(
         forward, in_shardings=(sharding.replicated(mesh), place, place), out_shardings=place
     ).lower(params, batch["image"], batch["id"])
@@ -179,7 +179,7 @@ def test_forward_pass_of_a_data_mesh_communicates_nothing():
 
 def test_auxiliary_losses_do_not_reach_the_backbone():
     model = tiny_model(depth=4)
-    params = models.init(model, jax.random.key(0))
+    params = random_params(model)
     batch = jax.tree.map(jnp.asarray, make_batch(model, 4))
     targets = jax.nn.one_hot(batch["label"], model.num_classes)
     sites = len(model.schedule.sites)
@@ -270,8 +270,8 @@ def test_teacher_teaches_and_stays():
     found = {}
     for shape in ((1, 1), (2, 4)):
         step = distilled(mesh=mesh_of(*shape))
-        params = models.init(step.model, jax.random.key(5))
-        taught = models.init(step.teacher, jax.random.key(6))
+        params = random_params(step.model, 5)
+        taught = random_params(step.teacher, 6)
         state = optimizer.create_state(params, step.optimizer, step.trainable, False, taught)
         shardings = sharding.state_shardings(state, step.mesh)
         place = flatten(shardings.teacher)["block_0/mlp/fc1/kernel"]
@@ -295,12 +295,12 @@ def test_teacher_teaches_and_stays():
 def test_no_gradient_reaches_the_teacher():
     step = distilled(mesh=mesh_of(1, 1))
     model = step.model
-    params = models.init(model, jax.random.key(5))
+    params = random_params(model, 5)
     chosen, frozen = optimizer.split(params, step.trainable)
     batch = make_batch(model, 2)
     batch["targets"] = np.full((2, model.num_classes), 1 / model.num_classes, np.float32)
     loss = jax.jit(jax.grad(step.loss, argnums=(0, 2), has_aux=True))
-    theirs = models.init(step.teacher, jax.random.key(6))
+    theirs = random_params(step.teacher, 6)
     (student, taught), _ = loss(chosen, frozen, theirs, batch, 0)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(taught))
     assert np.any(student["reducer_0/reverse/block_0/fc1/kernel"])
