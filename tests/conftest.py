@@ -1,6 +1,7 @@
 """Set-up shared by all tests: eight CPU devices, reference numbers, checked shapes."""
 
 import gc
+import importlib
 import json
 import os
 import tempfile
@@ -24,6 +25,20 @@ gc.set_threshold(50_000, 20, 100)
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+# jaxtyping's hook has whatever our modules are the first to import compiled from its source.
+for large in (
+    "beartype",
+    "flax.linen",
+    "grain",
+    "matplotlib.figure",
+    "optax",
+    "orbax.checkpoint",
+    "scipy.stats",
+    "tensorboardX",
+    "tensorflow_datasets",
+):
+    importlib.import_module(large)
 
 # Runs that a test resumes or compares have the same step: each process keeps what it compiled, for
 # itself alone, so that no other reads a file half written.
