@@ -80,7 +80,7 @@ def random_params(model, seed: int = 0):
 
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda leaf: jax.numpy.asarray(rng.normal(scale=0.2, size=leaf.shape), leaf.dtype),
+        lambda leaf: jax.numpy.asarray(rng.normal(scale=0.2, size=leaf.shape).astype(leaf.dtype)),
         models.abstract_params(model),
     )
 

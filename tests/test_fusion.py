@@ -42,8 +42,8 @@ def images():
 
 
 @functools.cache
-def compiled(model, train=False):
-    return jax.jit(lambda params, x: model.apply({"params": params}, x, train=train))
+def compiled(model):
+    return jax.jit(lambda params, x: model.apply({"params": params}, x))
 
 
 @functools.cache
@@ -51,7 +51,25 @@ def case(how):
     """A model, its parameters and what they give, as every test of that fusion has them."""
     model = build("cropr", how)
     params = random_params(model)
-    return model, params, *compiled(model)(params, images())
+    return model, params, *jax.device_get(compiled(model)(params, images()))
+
+
+@functools.cache
+def lesson(how):
+    """Of that case in training: what else comes out, and the gradients of its sites' losses."""
+    model, params, _, _ = case(how)
+
+    def auxiliary(params, x):
+        _, out = model.apply({"params": params}, x, train=True)
+
+        def criterion(logits, places):
+            assert (how == "llf") == (places is None)  # DToP's rows are of the patches left there
+            return (logits**2).sum()
+
+        return sum(model.reducer_losses(out, criterion).values()), out
+
+    gradients, out = jax.jit(jax.grad(auxiliary, has_aux=True))(params, images())
+    return jax.device_get((out, gradients))
 
 
 def edit(params, prefix, change):
@@ -65,7 +83,7 @@ def edit(params, prefix, change):
 def passing(params, block):
     """With a block that adds nothing."""
     for branch in ("attn/out", "mlp/down", "mlp/fc2"):
-        params = edit(params, f"{block}/{branch}/", jnp.zeros_like)
+        params = edit(params, f"{block}/{branch}/", np.zeros_like)
     return params
 
 
@@ -95,14 +113,14 @@ def project(x, norm_params, head, epsilon=1e-6):
 # Tokens as they are after the last block, for fusions alone: six kept, the others pruned.
 def tokens(seed=0):
     rng = np.random.default_rng(seed)
-    index = jnp.asarray(np.stack([rng.permutation(PATCHES) for _ in range(2)]), jnp.int32)
-    x = jnp.asarray(rng.normal(size=(2, 1 + PATCHES, 16)), jnp.float32)
+    index = np.stack([rng.permutation(PATCHES) for _ in range(2)]).astype(np.int32)
+    x = rng.normal(size=(2, 1 + PATCHES, 16)).astype(np.float32)
     kept = Tokens(x=x[:, :7], index=index[:, :6], grid=GRID, prefix=1)
     sites = [
         Tokens(x=x[:, 1 + a : 1 + b], index=index[:, a:b], grid=GRID)
         for a, b in ((6, 10), (10, 15))
     ]
-    return kept, sites
+    return jax.device_put((kept, sites))
 
 
 def block(**kwargs):
@@ -120,15 +138,26 @@ def block(**kwargs):
 def params_of(module, *args, **kwargs):
     rng = np.random.default_rng(1)
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), *args, **kwargs))["params"]
-    return jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), "f4"), shapes)
+    return jax.tree.map(lambda leaf: (0.3 * rng.normal(size=leaf.shape)).astype("f4"), shapes)
+
+
+@functools.cache
+def new_block(how):
+    """A fusion alone, tokens for it, and parameters."""
+    module = fusion.NEW_BLOCKS[how](block(parent=None))
+    kept, pruned = tokens()
+    return module, kept, pruned, params_of(module, kept, pruned)
+
+
+join = jax.jit(lambda kept, pruned: concatenate(kept, *pruned))
+move = jax.jit(lambda tokens, order: routing.split(tokens, order, tokens.patches)[0])
 
 
 def shuffled(tokens):
     """The same tokens in another order of patches, another one for each image."""
     rng = np.random.default_rng(2)
-    order = jnp.asarray(np.stack([rng.permutation(tokens.patches) for _ in range(2)]), jnp.int32)
-    moved, _ = routing.split(tokens, order, tokens.patches)
-    return moved
+    order = np.stack([rng.permutation(tokens.patches) for _ in range(2)]).astype(np.int32)
+    return move(tokens, order)
 
 
 @pytest.mark.parametrize("how", ["llf", "token_concat", "mhsa_concat", "dtop"])
@@ -154,12 +183,12 @@ def test_every_place_gets_one_prediction_of_its_own_image(how):
     index = np.concatenate([out["kept"][-1], *out["pruned"]], axis=1)
     np.testing.assert_array_equal(np.sort(index, 1), np.tile(np.arange(PATCHES), (2, 1)))
     assert not np.array_equal(index[0], index[1])
-    reverse, _ = compiled(model)(params, images()[::-1])
+    reverse, _ = jax.device_get(compiled(model)(params, np.asarray(images())[::-1]))
     np.testing.assert_allclose(reverse[::-1], logits, atol=1e-5)
     if how in fusion.NEW_BLOCKS:
         for rate in (0, 1, 5):
             other = build("cropr", how, rate)
-            shapes = jax.eval_shape(compiled(other), models.abstract_params(other), images())
+            shapes = jax.eval_shape(compiled(other), params, images())
             assert shapes[0].shape == logits.shape
 
 
@@ -174,7 +203,7 @@ def test_llf_with_an_idle_last_block_is_token_concat():
 def test_llf_ignores_the_order_of_tokens():
     """LLF-4, with the rotary embeddings that tokens carry along."""
     kept, pruned = tokens()
-    every = fusion.last_layer_fusion(kept, pruned)
+    every = jax.jit(fusion.last_layer_fusion)(kept, pruned)
     module = block()
     params = params_of(module, every, None, method="attend")
 
@@ -226,9 +255,7 @@ def test_token_concat_stops_at_the_site():
 @pytest.mark.parametrize("how", NEW)
 def test_what_the_new_block_sees(how):
     """CA-1: pruned tokens get a gradient in all but Cross-Attn."""
-    module = fusion.NEW_BLOCKS[how](block(parent=None))
-    kept, pruned = tokens()
-    params = params_of(module, kept, pruned)
+    module, kept, pruned, params = new_block(how)
 
     def total(kept_x, pruned_x):
         sites = [site.replace(x=x) for site, x in zip(pruned, pruned_x, strict=True)]
@@ -246,9 +273,7 @@ def test_what_the_new_block_sees(how):
 @pytest.mark.parametrize("how", NEW)
 def test_the_new_block_ignores_the_order_of_tokens(how):
     """CA-3, and the same of the others."""
-    module = fusion.NEW_BLOCKS[how](block(parent=None))
-    kept, pruned = tokens()
-    params = params_of(module, kept, pruned)
+    module, kept, pruned, params = new_block(how)
 
     @jax.jit
     def restored(kept, pruned):
@@ -260,7 +285,7 @@ def test_the_new_block_ignores_the_order_of_tokens(how):
     np.testing.assert_allclose(other, expected, atol=1e-5)
     if how == "cross_attn":
         return
-    every = shuffled(concatenate(kept, *pruned))
+    every = jax.device_get(shuffled(join(kept, pruned)))
     mixed = kept.replace(x=every.x[:, :7], index=every.index[:, :6])
     rest = [pruned[0].replace(x=every.x[:, 7:], index=every.index[:, 6:])]
     np.testing.assert_allclose(restored(mixed, rest), expected, atol=1e-5)
@@ -268,11 +293,10 @@ def test_the_new_block_ignores_the_order_of_tokens(how):
 
 def test_mhsa_concat_with_an_idle_block_is_token_concat():
     """MC-1; with the further projection, that of Token Concat's tokens."""
-    module = fusion.SelfAttentionConcat(block(parent=None))
-    kept, pruned = tokens()
-    params = passing(params_of(module, kept, pruned), "block")
+    module, kept, pruned, params = new_block("mhsa_concat")
+    params = passing(params, "block")
     found = jax.jit(lambda p: module.apply({"params": p}, kept, pruned))(params)
-    expected = fusion.token_concat(kept, pruned)
+    expected = jax.device_get(jax.jit(fusion.token_concat)(kept, pruned))
     np.testing.assert_array_equal(found.index, expected.index)
     x = expected.x[:, 1:] @ params["proj"]["kernel"] + params["proj"]["bias"]
     np.testing.assert_allclose(found.x, x, atol=1e-5)
@@ -284,7 +308,7 @@ def test_mhsa_concat_with_an_idle_block_is_token_concat():
 
 def test_dtop_keeps_the_logits_of_the_site():
     """DT-1, and that the surest leave."""
-    model, params, logits, out = case("dtop")
+    _, params, logits, out = case("dtop")
     seen = list(exits(out))
     assert len(seen) == 10
     for site, image, index, feature in seen:
@@ -293,9 +317,10 @@ def test_dtop_keeps_the_logits_of_the_site():
         found = logits[image].reshape(PATCHES, 3)[index]
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
-    _, trained = compiled(model, train=True)(params, images())
+    trained, _ = lesson("dtop")
+    softmax = jax.jit(jax.nn.softmax)
     for site, result in enumerate(trained["sites"]):
-        confidence = np.asarray(jax.nn.softmax(result["auxiliary"])).max(-1)
+        confidence = np.asarray(softmax(result["auxiliary"])).max(-1)
         for image in range(2):
             surest = np.argsort(-confidence[image])[: trained["pruned"][site].shape[1]]
             gone = np.asarray(result["places"])[image][surest]
@@ -305,18 +330,7 @@ def test_dtop_keeps_the_logits_of_the_site():
 @pytest.mark.parametrize("how", ["dtop", "llf"])
 def test_only_dtop_teaches_the_backbone_by_its_sites(how):
     """DT-4; the losses of Cropr's sites stop at them."""
-    model, params, _, _ = case(how)
-
-    def auxiliary(p):
-        _, out = model.apply({"params": p}, images(), train=True)
-
-        def criterion(logits, places):
-            assert (how == "llf") == (places is None)  # DToP's rows are of the patches left there
-            return (logits**2).sum()
-
-        return sum(model.reducer_losses(out, criterion).values())
-
-    found = jax.jit(jax.grad(auxiliary))(params)
+    _, found = lesson(how)
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(found["block_0"]))
     assert (largest > 1e-3) == (how == "dtop")
     assert largest == 0 or how == "dtop"

@@ -15,6 +15,7 @@ from cropr_jax.tokens import concatenate, from_features
 
 # Few shapes, so that hypothesis varies numbers and not programs: one image, and M = K, R = 0 too.
 SHAPES = [(1, 1), (2, 7)]
+rank = jax.jit(routing.rank)
 
 
 @st.composite
@@ -45,7 +46,7 @@ def expected_order(row):
 def test_rank_orders_ties_and_nan(case):
     scores, _, _ = case
     expected = [expected_order(row) for row in scores]
-    np.testing.assert_array_equal(jax.jit(routing.rank)(scores), expected)
+    np.testing.assert_array_equal(rank(scores), expected)
 
 
 @settings(deadline=None, max_examples=60)
@@ -54,7 +55,7 @@ def test_split_partitions_and_keeps_the_prefix(case):
     scores, keep, prefix = case
     batch, patches = scores.shape
     x = np.random.default_rng(0).normal(size=(batch, prefix + patches, 3)).astype(np.float32)
-    _, kept, pruned, _ = split(x, scores, keep, prefix)
+    _, kept, pruned, _ = jax.device_get(split(x, scores, keep, prefix))
 
     assert kept.patches == keep and pruned.patches == patches - keep
     assert kept.prefix == prefix and pruned.prefix == 0
@@ -83,13 +84,14 @@ def test_permuted_tokens_give_the_same_kept_set():
     x = rng.normal(size=(2, 1 + 9, 4)).astype(np.float32)
     scores = rng.normal(size=(2, 9)).astype(np.float32)
     shuffle = rng.permutation(9)
-    tokens = from_features(jnp.asarray(x), (3, 3), 1)
+    tokens = jax.device_get(jax.jit(from_features, static_argnums=(1, 2))(x, (3, 3), 1))
     shuffled = tokens.replace(
-        x=jnp.concatenate([tokens.x[:, :1], tokens.x[:, 1:][:, shuffle]], axis=1),
+        x=np.concatenate([tokens.x[:, :1], tokens.x[:, 1:][:, shuffle]], axis=1),
         index=tokens.index[:, shuffle],
     )
-    first, _ = routing.split(tokens, routing.rank(jnp.asarray(scores)), 4)
-    second, _ = routing.split(shuffled, routing.rank(jnp.asarray(scores[:, shuffle])), 4)
+    keep_four = jax.jit(lambda tokens, scores: routing.split(tokens, routing.rank(scores), 4))
+    first, _ = keep_four(tokens, scores)
+    second, _ = keep_four(shuffled, scores[:, shuffle])
     np.testing.assert_array_equal(first.index, second.index)
     np.testing.assert_array_equal(first.x, second.x)
 
@@ -97,7 +99,7 @@ def test_permuted_tokens_give_the_same_kept_set():
 @pytest.mark.parametrize("keep", [0, 3, 7])
 def test_gradients_of_the_split(keep):
     rng = np.random.default_rng(3)
-    order = routing.rank(jnp.asarray(rng.normal(size=(2, 7)).astype(np.float32)))
+    order = rank(rng.normal(size=(2, 7)).astype(np.float32))
     weight = jnp.asarray(rng.normal(size=(2, 7, 3)).astype(np.float32))
 
     def both(x):
@@ -113,8 +115,8 @@ def test_gradients_of_the_split(keep):
 
 
 def test_backward_pass_holds_no_scatter():
-    order = routing.rank(jnp.arange(8.0)[None])
-    x = jnp.ones((1, 8, 4))
+    order = rank(np.arange(8, dtype=np.float32)[None])
+    x = np.ones((1, 8, 4), np.float32)
     gradient = jax.jit(jax.grad(lambda x: (routing.divide(x, order, 5)[0] ** 2).sum()))
     assert "scatter" not in gradient.lower(x).as_text()
 
@@ -128,9 +130,10 @@ def test_pruned_after_is_the_map_of_blocks():
 
 def test_impossible_requests_say_so():
     tokens = from_features(jnp.zeros((1, 5, 2)), (2, 2), 1)
+    order = rank(np.zeros((1, 4), np.float32))
     with pytest.raises(ValueError, match="cannot keep 5 of 4"):
-        routing.split(tokens, routing.rank(jnp.zeros((1, 4))), 5)
-    kept, _ = routing.split(tokens, routing.rank(jnp.zeros((1, 4))), 2)
+        routing.split(tokens, order, 5)
+    kept, _ = jax.jit(lambda tokens: routing.split(tokens, order, 2))(tokens)
     with pytest.raises(ValueError, match="2 patch tokens cannot fill a 2 x 2 grid"):
         routing.raster_order(kept)
     with pytest.raises(ValueError, match="5 tokens do not match"):

@@ -1,9 +1,9 @@
 """The predictor of segmentation, its picture and its artefacts."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import random_params
 from PIL import Image
 
 from cropr_jax import explain, inference, models
@@ -28,13 +28,17 @@ PREPROCESS = {"res": (16, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
 NAMES = ("sky", "road", "car", "tree", "wall")
 
 
+def build(model):
+    params = random_params(model)
+    # Biases would outweigh the tokens; maps should have more than one class.
+    for name in ("norm", "head"):
+        params[name]["bias"] = np.zeros_like(params[name]["bias"])
+    return inference.predictor(model, params, PREPROCESS, NAMES)
+
+
 @pytest.fixture(scope="module")
 def predictor():
-    model = models.create(CONFIG)
-    params = models.init(model, jax.random.key(0))
-    # The head starts near zero; maps should have more than one class.
-    params["head"]["kernel"] = jax.random.normal(jax.random.key(1), params["head"]["kernel"].shape)
-    return inference.predictor(model, params, PREPROCESS, NAMES)
+    return build(models.create(CONFIG))
 
 
 def images(*sizes):
@@ -73,9 +77,10 @@ def test_sliding_windows_are_those_of_evaluation(predictor):
     records = [{"image": image, "label": np.zeros(image.shape[:2], np.uint8)} for image in made]
     batch = jax.tree.map(lambda *leaves: np.stack(leaves), *map(transform, records))
     assert batch["image"].shape == (3, 6, 16, 32, 3)
-    logits = jnp.stack([predictor(batch["image"][:, i]) for i in range(6)], 1)
-    places = segmentation.Places(*(jnp.asarray(batch[k]) for k in ("corner", "resized", "size")))
-    expected = segmentation.label_maps(logits, (16, 32), places, (170, 150))
+    logits = np.stack([predictor(batch["image"][:, i]) for i in range(6)], 1)
+    places = segmentation.Places(*(batch[k] for k in ("corner", "resized", "size")))
+    label_maps = jax.jit(segmentation.label_maps, static_argnums=(1, 3))
+    expected = label_maps(logits, (16, 32), places, (170, 150))
     maps = sliding.segment(made, batch_size=2)
     for labels, whole, image in zip(maps, np.asarray(expected), made, strict=True):
         np.testing.assert_array_equal(labels, whole[: image.shape[0], : image.shape[1]])
@@ -94,9 +99,7 @@ def test_shares_of_a_map(predictor):
 @pytest.mark.parametrize("reduction", ["cropr", "none"])
 def test_picture(predictor, tmp_path, reduction):
     if reduction == "none":
-        model = models.unpruned(predictor.model).clone(slim=False)
-        params = models.init(model, jax.random.key(0))
-        predictor = inference.predictor(model, params, PREPROCESS, NAMES)
+        predictor = build(models.unpruned(predictor.model).clone(slim=False))
     made = images((20, 50), (70, 31))
     truth = [np.zeros((20, 50), np.uint8), np.full((70, 31), 255, np.uint8)]
     found = explain.explain(predictor, made, tmp_path / "a.png", truth)

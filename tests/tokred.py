@@ -1,7 +1,6 @@
 """Models of JoakimHaurum/TokenReduction's fixtures in our form."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from cropr_jax import models, schedule
@@ -59,12 +58,12 @@ def params(arrays, meta, modules, convert):
     tree = from_state_dict(backbone, meta["config"]["kwargs"]["num_heads"])
     for site in range(len(meta["config"]["args"]["reduction_loc"])):
         tree[f"reducer_{site}"] = convert(strip(weights, f"{modules}.{site}."))
-    return jax.tree.map(jnp.asarray, tree)
+    return jax.tree.map(lambda leaf: np.array(leaf, order="C"), tree)
 
 
 def run(model, tree, arrays):
     """Logits and outputs; checks them and the tokens of all blocks against the fixture."""
-    images = jnp.asarray(arrays["in/x"].transpose(0, 2, 3, 1))
+    images = np.ascontiguousarray(arrays["in/x"].transpose(0, 2, 3, 1))
     logits, out = jax.jit(lambda p, x: model.apply({"params": p}, x))(tree, images)
     np.testing.assert_allclose(logits, arrays["out/logits"], atol=TOKENS)
     for block, features in enumerate(out["features"]):

@@ -1,5 +1,7 @@
 """The Segmenter: its parameters, its order, and what it refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +31,12 @@ def build(name="cropr", rate=2, fusion="llf", backbone="vit", options=None, **fi
 
 def images(batch=2, size=(12, 20), seed=0):
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=(batch, *size, 3)), jnp.float32)
+    return rng.normal(size=(batch, *size, 3)).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def forward(model, params, x, train=False):
+    return model.apply({"params": params}, x, train=train)
 
 
 @pytest.mark.parametrize("backbone", ["vit", "eva02"])
@@ -38,11 +45,10 @@ def test_non_square_images_in_both_forms(backbone):
     params = random_params(model)
     assert ("fc_norm" in params) == (backbone == "eva02") == ("norm" not in params)
     x = images()
-    logits, out = jax.jit(lambda p: model.apply({"params": p}, x, train=True))(params)
+    logits, out = forward(model, params, x, True)
     assert logits.shape == (2, 3, 5, 3) and logits.dtype == jnp.float32
     assert [aux.shape for aux in out["auxiliary"]] == [(2, 15, 3)] * 2
-    slim, slim_params = models.slim(model, params)
-    found, slim_out = jax.jit(lambda p: slim.apply({"params": p}, x))(slim_params)
+    found, slim_out = forward(*models.slim(model, params), x)
     np.testing.assert_allclose(found, logits, atol=1e-5)
     np.testing.assert_array_equal(slim_out["pruned_after"], out["pruned_after"])
 
@@ -50,10 +56,10 @@ def test_non_square_images_in_both_forms(backbone):
 def test_every_patch_is_predicted_from_its_own_token():
     """Head and norm over the tokens of the last block, wherever they stand there."""
     model = build()
-    params = random_params(model)
-    logits, out = jax.jit(lambda p: model.apply({"params": p}, images()))(params)
+    params = jax.device_get(random_params(model))
+    logits, out = jax.device_get(forward(model, params, images()))
     order = np.concatenate([out["kept"][-1], *out["pruned"]], axis=1)
-    last = np.asarray(out["features"][-1])[:, 1:]
+    last = out["features"][-1][:, 1:]
     for row in range(2):
         mean, std = last[row].mean(-1, keepdims=True), last[row].std(-1, keepdims=True)
         normed = (last[row] - mean) / std * params["norm"]["scale"] + params["norm"]["bias"]
@@ -74,7 +80,7 @@ def test_attention_of_all_patches_can_rank_them():
     """Although there is a CLS token, which a segmenter does not train to look."""
     model = build("attn_topk", options={"source": "col_mean"}, backbone="eva02")
     params = random_params(model)
-    logits, out = jax.jit(lambda p: model.apply({"params": p}, images()))(params)
+    logits, out = forward(model, params, images())
     assert np.isfinite(logits).all() and logits.shape == (2, 3, 5, 3)
     assert [kept.shape for kept in out["kept"]] == [(2, 12), (2, 10)]
 
@@ -88,7 +94,7 @@ def test_one_query_for_all_saves_their_product():
     x = images(size=(32, 32))
 
     def run(model, params):
-        compiled = jax.jit(lambda p, x: model.apply({"params": p}, x)).lower(params, x).compile()
+        compiled = forward.lower(model, params, x).compile()
         return *compiled(params, x), compiled.cost_analysis()["flops"]
 
     logits, out, before = run(model, params)

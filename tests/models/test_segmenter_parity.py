@@ -32,7 +32,7 @@ def weights(arrays, prefix="w/"):
 
 
 def channels_last(x):
-    return jnp.asarray(x.transpose(0, 2, 3, 1))
+    return x.transpose(0, 2, 3, 1)
 
 
 def build(meta):
@@ -92,11 +92,11 @@ def test_training_outputs_and_gradients(name, stage, rate):
     params = params_from_state_dict(weights(arrays), model)
     if rate is not None:
         model = at_rate(model, rate)
-    images, labels = channels_last(arrays["in/x"]), jnp.asarray(arrays["in/labels"])
+    labels = arrays["in/labels"]
     small = labels[:, :: model.patch[0], :: model.patch[1]]
     ignore = meta["config"]["ignore_label"]
 
-    def loss(params):
+    def loss(params, images):
         logits, out = model.apply({"params": params}, images, train=True)
         main = cross_entropy(upsample(logits, labels.shape[1:]), labels, ignore)
         extra = model.reducer_losses(
@@ -106,8 +106,9 @@ def test_training_outputs_and_gradients(name, stage, rate):
 
     # Gradients are kept for the full rate, and not where variances are small.
     reference = weights(arrays, f"out/{stage}grad/")
-    compute = jax.value_and_grad(loss, has_aux=True) if reference else lambda p: (loss(p), {})
-    (value, (out, every)), gradients = jax.jit(compute)(params)
+    compute = jax.value_and_grad(loss, has_aux=True) if reference else lambda *of: (loss(*of), {})
+    found = jax.device_get(jax.jit(compute)(params, channels_last(arrays["in/x"])))
+    (value, (out, every)), gradients = found
     prefix = f"out/{stage}train"
     np.testing.assert_allclose(every, arrays[f"{prefix}/losses"], atol=LOSSES)
     np.testing.assert_allclose(value, arrays[f"{prefix}/loss"].reshape(()), rtol=LOSSES)
@@ -150,8 +151,13 @@ def test_slim_inference(name, stage, rate):
     if rate is not None:
         model = at_rate(model, rate)
     slim, params = models.slim(model, full)
-    forward = jax.jit(lambda p, x: slim.apply({"params": p}, x))
-    logits, out = forward(params, channels_last(arrays["in/x"]))
+
+    @jax.jit
+    def forward(params, images):
+        logits, out = slim.apply({"params": params}, images)
+        return logits, out, upsample(logits, model.image_size)
+
+    logits, out, enlarged = jax.device_get(forward(params, channels_last(arrays["in/x"])))
 
     prefix = f"out/{stage}eval"
     expected = arrays[f"{prefix}/token_logits"]
@@ -160,16 +166,15 @@ def test_slim_inference(name, stage, rate):
         return
     check_routing(out, arrays, prefix)
     masks = channels_last(arrays[f"{prefix}/masks"])
-    np.testing.assert_allclose(upsample(logits, model.image_size), masks, atol=TOKENS)
+    np.testing.assert_allclose(enlarged, masks, atol=TOKENS)
     for block, features in enumerate(out["features"]):
         np.testing.assert_allclose(features, arrays[f"{prefix}/block.{block}"], atol=TOKENS)
 
     odd, masks = channels_last(arrays["in/x_odd"]), channels_last(arrays[f"{prefix}/masks_odd"])
     height, width = odd.shape[1:3]
     more = model.image_size[0] - height, model.image_size[1] - width
-    logits, _ = forward(params, jnp.pad(odd, ((0, 0), (0, more[0]), (0, more[1]), (0, 0))))
-    found = upsample(logits, model.image_size)[:, :height, :width]
-    np.testing.assert_allclose(found, masks, atol=TOKENS)
+    *_, enlarged = forward(params, np.pad(odd, ((0, 0), (0, more[0]), (0, more[1]), (0, 0))))
+    np.testing.assert_allclose(np.asarray(enlarged)[:, :height, :width], masks, atol=TOKENS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -177,8 +182,9 @@ def test_rope_table(name):
     arrays, meta = load_fixture(name)
     model = build(meta)
     rows, columns = np.indices(model.grid)
-    coordinates = jnp.asarray(np.stack([rows, columns], -1).reshape(1, -1, 2), jnp.float32)
-    angles = rope_angles(coordinates, model.grid, model.rope_reference, model.width // model.heads)
+    coordinates = np.stack([rows, columns], -1).reshape(1, -1, 2).astype(np.float32)
+    compute = jax.jit(rope_angles, static_argnums=(1, 2, 3))
+    angles = compute(coordinates, model.grid, model.rope_reference, model.width // model.heads)
     pairs = np.repeat(np.asarray(angles[0]), 2, axis=-1)
     table = np.concatenate([np.sin(pairs), np.cos(pairs)], axis=-1)
     np.testing.assert_allclose(table, arrays["out/eval/rope"], atol=1e-6)

@@ -25,6 +25,10 @@ def images_of(arrays):
     return jnp.asarray(arrays["in/x"].transpose(0, 2, 3, 1))
 
 
+def forward(model, params, images):
+    return jax.device_get(jax.jit(lambda p, x: model.apply({"params": p}, x))(params, images))
+
+
 def reduction_of(cropr):
     if not cropr["use_cropr"]:
         return {"name": "none"}
@@ -67,36 +71,33 @@ def test_training_outputs_and_gradients(name):
     arrays, meta = load_fixture(name)
     model = build(meta)
     params = params_from_state_dict(weights(arrays), model)
-    images, labels = images_of(arrays), jnp.asarray(arrays["in/labels"])
-    hard = jax.nn.one_hot(labels, model.num_classes)
+    hard = np.eye(model.num_classes, dtype=np.float32)[arrays["in/labels"]]
+    targets = hard, arrays["in/soft_labels"], 0.9 * hard + 0.1 / model.num_classes
 
     def losses(logits, out, targets):
         heads = [logits, *(auxiliary[:, 0] for auxiliary in out["auxiliary"])]
         return jnp.stack([cross_entropy(head, targets) for head in heads])
 
-    def loss(params):
+    def loss(params, images):
         logits, out = model.apply({"params": params}, images, train=True)
-        every = losses(logits, out, hard)
-        return every.sum(), (logits, out, every)
+        every, *others = [losses(logits, out, target) for target in targets]
+        return every.sum(), (logits, out, every, *others)
 
-    (value, (logits, out, every)), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(
-        params
-    )
+    # The small-variance cases store outputs only.
+    reference = weights(arrays, "out/grad/")
+    compute = jax.value_and_grad(loss, has_aux=True) if reference else lambda *of: (loss(*of), {})
+    found = jax.device_get(jax.jit(compute)(params, images_of(arrays)))
+    (value, (logits, out, every, soft, smooth)), gradients = found
     np.testing.assert_allclose(logits, arrays["out/train/logits"], atol=TOKENS)
     np.testing.assert_allclose(every, arrays["out/train/losses"], atol=LOSSES)
     np.testing.assert_allclose(value, arrays["out/train/loss"].reshape(()), rtol=LOSSES)
-    soft = losses(logits, out, jnp.asarray(arrays["in/soft_labels"]))
     np.testing.assert_allclose(soft, arrays["out/train/losses_soft"], atol=LOSSES)
-    smooth = losses(logits, out, 0.9 * hard + 0.1 / model.num_classes)
     np.testing.assert_allclose(smooth, arrays["out/train/losses_smooth0.1"], atol=LOSSES)
     for site, auxiliary in enumerate(out["auxiliary"]):
         np.testing.assert_allclose(auxiliary[:, 0], arrays[f"out/train/aux.{site}"], atol=TOKENS)
     assert len(out["auxiliary"]) == sum(key.startswith("out/train/aux.") for key in arrays)
     check_routing(out, arrays, "train")
 
-    reference = weights(arrays, "out/grad/")
-    if not reference:  # the small-variance cases store outputs only
-        return
     expected = traverse_util.flatten_dict(from_state_dict(reference, model.heads), sep="/")
     found = traverse_util.flatten_dict(gradients, sep="/")
     assert found.keys() == expected.keys()
@@ -128,7 +129,7 @@ def test_slim_inference(name):
     model = build(meta)
     full = params_from_state_dict(weights(arrays), model)
     slim, params = models.slim(model, full)
-    logits, out = jax.jit(lambda p, x: slim.apply({"params": p}, x))(params, images_of(arrays))
+    logits, out = forward(slim, params, images_of(arrays))
 
     np.testing.assert_allclose(logits, arrays["out/eval/logits"], atol=TOKENS)
     np.testing.assert_allclose(out["embedded"], arrays["out/eval/embed"], atol=TOKENS)
@@ -161,7 +162,7 @@ def test_timm_backbones(name):
         }
     )
     params = params_from_state_dict(weights(arrays), model)
-    logits, out = jax.jit(lambda p, x: model.apply({"params": p}, x))(params, images_of(arrays))
+    logits, out = forward(model, params, images_of(arrays))
     np.testing.assert_allclose(logits, arrays["out/logits"], atol=2e-5)
     np.testing.assert_allclose(out["pre_logits"], arrays["out/pre_logits"], atol=2e-5)
     for block, features in enumerate(out["features"]):

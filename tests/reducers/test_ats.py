@@ -41,6 +41,17 @@ def draw(rows, tokens, seed=0):
     return scores / scores.sum(1, keepdims=True)
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def sample(row, values, valid, variant, at):
+    """Tokens that the rule chooses with these levels."""
+    scores = significance(row, jnp.linalg.norm(values, axis=-1), 1)
+    return invert_cdf(jnp.cumsum(scores, 1), valid, at, variant)
+
+
+def normal(*shape):
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("name", fixture_names("tokred_ats"))
 def test_sampling_of_token_reduction(name):
@@ -48,11 +59,9 @@ def test_sampling_of_token_reduction(name):
     arrays, meta = load_fixture(name)
     for block in meta["config"]["args"]["reduction_loc"]:
         site = tokred.strip(arrays, f"out/ats.{block}/")
-        valid = jnp.asarray(site["mask_in"][:, 1:], bool)
-        norm = jnp.linalg.norm(site["v"], axis=-1)
-        scores = significance(jnp.asarray(site["attn"][:, :, 0]), norm, 1)
-        cdf = jnp.cumsum(scores, 1)
-        chosen = invert_cdf(cdf, valid, site["sample_steps"], "tokenreduction")
+        valid = site["mask_in"][:, 1:].astype(bool)
+        steps, row = site["sample_steps"], site["attn"][:, :, 0]
+        chosen = np.asarray(sample(row, site["v"], valid, "tokenreduction", steps))
         for i, ids in enumerate(site["ids"]):
             expected = ids[site["mask"][i] > 0][1:]
             np.testing.assert_array_equal(np.unique(chosen[i]) + 1, expected)
@@ -79,8 +88,8 @@ def test_vit_of_token_reduction(name, monkeypatch):
         schedule=tokred.one_block_later(model.schedule), reducer=(("variant", "tokenreduction"),)
     )
     params = params_from_state_dict(tokred.strip(arrays, "w/"), model)
-    images = jnp.asarray(arrays["in/x"].transpose(0, 2, 3, 1))
-    logits, out = jax.jit(lambda p, x: model.apply({"params": p}, x))(params, images)
+    images = arrays["in/x"].transpose(0, 2, 3, 1)
+    logits, out = jax.device_get(jax.jit(model.apply)({"params": params}, images))
     np.testing.assert_allclose(logits, arrays["out/logits"], atol=tokred.TOKENS)
     for block in blocks:
         mask = arrays[f"out/ats.{block}/mask"] > 0
@@ -98,7 +107,7 @@ def test_equal_scores_select_every_token_once():
     """ATS-1; the nearest rule does not."""
     scores = np.full((1, 12), 1 / 12, np.float32)
     np.testing.assert_array_equal(multiplicities(scores, 12), 1)
-    assert (multiplicities(scores, 12, "tokenreduction") == 0).any()
+    assert (np.asarray(multiplicities(scores, 12, "tokenreduction")) == 0).any()
 
 
 def test_multiplicity_follows_the_scores():
@@ -113,23 +122,24 @@ def test_multiplicity_follows_the_scores():
 def test_a_budget_of_three_times_as_many_contains_the_set():
     """ATS-5: the levels nest."""
     scores = draw(50, 12)
-    few, many = multiplicities(scores, 3) > 0, multiplicities(scores, 9) > 0
+    few, many = (np.asarray(multiplicities(scores, keep)) > 0 for keep in (3, 9))
     assert (few <= many).all()
 
 
 def test_significance_by_hand():
-    row, norm = jax.random.uniform(jax.random.key(0), (2, 2, 3, 5))
+    row, norm = np.random.default_rng(0).uniform(size=(2, 2, 3, 5)).astype(np.float32)
+    found = jax.jit(significance, static_argnums=2)
     product = (row * norm).sum(1)[:, 1:]
     np.testing.assert_allclose(
-        significance(row, norm, 1), product / product.sum(1, keepdims=True), rtol=1e-6
+        found(row, norm, 1), product / product.sum(1, keepdims=True), rtol=1e-6
     )
-    assert (significance(row, 0 * norm, 1) == 0).all()
+    assert (np.asarray(found(row, 0 * norm, 1)) == 0).all()
 
 
 def test_padding_stands_behind_and_is_never_chosen_again():
     """Two sites; the second one samples from what the first one left."""
-    x = jax.random.normal(jax.random.key(0), (3, 13, 2))
-    rows = jnp.asarray(draw(3, 13)[:, None] ** 2)
+    x = normal(3, 13, 2)
+    rows = draw(3, 13)[:, None] ** 2
 
     @jax.jit
     def twice(x, rows):
@@ -141,9 +151,9 @@ def test_padding_stands_behind_and_is_never_chosen_again():
         context = Context(cls_row=masked, v_norm=jnp.ones(masked.shape))
         return once, ATS().apply({}, once, context, keep=8, train=False)[0]
 
-    once, after = twice(x, rows)
+    once, after = jax.device_get(twice(x, rows))
     for tokens in (once, after):
-        valid, index = np.asarray(tokens.valid), np.asarray(tokens.index)
+        valid, index = tokens.valid, tokens.index
         assert valid[:, 0].all() and not valid.all()
         for i in range(3):
             count = valid[i].sum() - 1
@@ -151,30 +161,34 @@ def test_padding_stands_behind_and_is_never_chosen_again():
             chosen = index[i, :count]
             assert (np.diff(chosen) > 0).all() and chosen[0] >= 0
             np.testing.assert_array_equal(tokens.x[i, 1 : count + 1], x[i, 1 + chosen])
-    assert after.valid.sum() > 3 and set(np.asarray(after.index).ravel()) <= {
-        *np.asarray(once.index).ravel()
-    }
+    assert after.valid.sum() > 3 and set(after.index.ravel()) <= set(once.index.ravel())
+
+
+def tokens_of(x, grid):
+    """Tokens of CLS and a grid, on the host."""
+    return jax.device_get(jax.jit(from_features, static_argnums=(1, 2))(x, grid, 1))
 
 
 @functools.cache
 def attention():
     """The attention half of a block with random weights, as a function of tokens."""
     block = Block(heads=2, hidden=16, prefix=1)
-    tokens = from_features(jnp.zeros((1, 7, 8)), (2, 3), 1)
+    tokens = tokens_of(np.zeros((1, 7, 8), np.float32), (2, 3))
     variables = jax.jit(lambda key: block.init(key, tokens, None, method="attend"))(
         jax.random.key(0)
     )
-    return jax.jit(lambda tokens: block.apply(variables, tokens, None, method="attend")[0].x)
+    apply = jax.jit(lambda tokens: block.apply(variables, tokens, None, method="attend")[0].x)
+    return lambda tokens: np.asarray(apply(tokens))
 
 
 def test_a_token_that_is_kept_twice_is_one_of_size_two():
     """ATS-4: what multiplicity would mean to later attention; the paper keeps a token once."""
     chosen = np.array([0, 0, 1, 3, 3, 3])
     places, first, counts = np.unique(chosen, return_index=True, return_counts=True)
-    x = jax.random.normal(jax.random.key(1), (1, 5, 8))
-    often = from_features(x[:, [0, *1 + chosen]], (2, 3), 1)
-    once = from_features(x[:, [0, *1 + places]], (1, 3), 1)
-    sized = once.replace(size=jnp.array([[1.0, *counts]]))
+    x = normal(1, 5, 8)
+    often = tokens_of(x[:, [0, *1 + chosen]], (2, 3))
+    once = tokens_of(x[:, [0, *1 + places]], (1, 3))
+    sized = once.replace(size=np.array([[1.0, *counts]], np.float32))
     expected = attention()(often)[:, [0, *1 + first]]
     np.testing.assert_allclose(attention()(sized), expected, atol=1e-5)
     assert np.abs(attention()(once) - expected).max() > 1e-3
@@ -182,15 +196,17 @@ def test_a_token_that_is_kept_twice_is_one_of_size_two():
 
 def test_masked_padding_is_as_good_as_removed():
     """ATS-6: neither later attention nor pooling sees it."""
-    tokens = from_features(jax.random.normal(jax.random.key(1), (1, 7, 8)), (2, 3), 1)
-    valid = jnp.array([[True] * 5 + [False] * 2])
-    masked = tokens.replace(valid=valid)
-    other = masked.replace(x=masked.x.at[:, 5:].add(100.0))
+    tokens = tokens_of(normal(1, 7, 8), (2, 3))
+    masked = tokens.replace(valid=np.array([[True] * 5 + [False] * 2]))
+    changed = tokens.x.copy()
+    changed[:, 5:] += 100
+    other = masked.replace(x=changed)
     cut = tokens.replace(x=tokens.x[:, :5], index=tokens.index[:, :4])
     np.testing.assert_allclose(attention()(masked)[:, :5], attention()(cut), atol=1e-5)
     np.testing.assert_allclose(attention()(other)[:, :5], attention()(cut), atol=1e-5)
-    np.testing.assert_allclose(pool(other, "mean_patches"), pool(cut, "mean_patches"), atol=1e-6)
-    np.testing.assert_allclose(pool(other, "mean_all"), pool(cut, "mean_all"), atol=1e-6)
+    pooled = jax.jit(pool, static_argnums=1)
+    for name in ("mean_patches", "mean_all"):
+        np.testing.assert_allclose(pooled(other, name), pooled(cut, name), atol=1e-6)
 
 
 def test_refusals():

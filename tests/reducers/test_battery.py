@@ -27,6 +27,7 @@ BASE = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "patch": 4, "image_size"
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
+@jax.jit
 def draw(seed=0):
     """Tokens, and all that any method may need."""
     keys = jax.random.split(jax.random.key(seed), 5)
@@ -54,7 +55,9 @@ def site(name, keep=KEEP, dtype="float32"):
         lambda: module.init(jax.random.key(0), tokens, context, keep=keep, train=True)
     )
     params = jax.tree.map(
-        lambda leaf: jnp.asarray(np.random.default_rng(0).normal(size=leaf.shape), leaf.dtype),
+        lambda leaf: jnp.asarray(
+            np.random.default_rng(0).normal(size=leaf.shape).astype(leaf.dtype)
+        ),
         shapes,
     )
 
@@ -68,8 +71,7 @@ def site(name, keep=KEEP, dtype="float32"):
 def case(name):
     """A model without fusion: its parameters, its compiled form, traces counted, and outputs."""
     traces = []
-    model = build(name)
-    params = random_params(model)
+    model, params = build(name), params_of(name)
 
     @jax.jit
     def forward(images, keys):
@@ -79,6 +81,12 @@ def case(name):
     return model, params, forward, traces, jax.device_get(forward(*batch()))
 
 
+@functools.cache
+def params_of(name):
+    """Parameters of a model: the same ones with or without fusion, in any compute dtype."""
+    return random_params(build(name))
+
+
 def build(name, fusion="none", **fields):
     reduction = {"name": name, "rate": RATE, "fusion": fusion}
     fields = {"num_classes": 3, "pool": "mean_patches"} | fields
@@ -86,18 +94,23 @@ def build(name, fusion="none", **fields):
 
 
 def batch(seed=1):
-    images = jax.random.normal(jax.random.key(seed), (BATCH, 16, 16, 3))
-    return images, rng.example_keys(jax.random.key(2), 0, jnp.arange(BATCH))
+    images = np.random.default_rng(seed).normal(size=(BATCH, 16, 16, 3)).astype(np.float32)
+    return images, example_keys()
+
+
+@jax.jit
+def example_keys():
+    return rng.example_keys(jax.random.key(2), 0, jnp.arange(BATCH))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_site_counts_and_prefix(name):
     """What leaves a site is what the schedule says, with CLS in front bit by bit as it was."""
     _, compiled, tokens, context = site(name)
-    kept, gone, _ = compiled(tokens, context)
+    kept, gone, _ = jax.device_get(compiled(tokens, context))
     assert kept.x.shape == (BATCH, 1 + KEEP, WIDTH) and kept.x.dtype == tokens.x.dtype
     assert kept.index.shape == (BATCH, KEEP) and kept.grid == GRID and kept.prefix == 1
-    np.testing.assert_array_equal(kept.x[:, 0], tokens.x[:, 0])
+    np.testing.assert_array_equal(kept.x[:, 0], np.asarray(tokens.x)[:, 0])
     assert np.isfinite(kept.x).all()
     for field in (kept.size, kept.valid):
         assert field is None or field.shape == (BATCH, 1 + KEEP)
@@ -110,17 +123,17 @@ def test_site_counts_and_prefix(name):
 def test_site_partition(name):
     """Pruners lose no patch; of merged ones every token holds a patch, and every patch has one."""
     _, compiled, tokens, context = site(name)
-    kept, gone, _ = compiled(tokens, context)
-    index = np.asarray(kept.index)
+    kept, gone, _ = jax.device_get(compiled(tokens, context))
+    index = kept.index
     if issubclass(REDUCERS[name], Pruner):
         every = np.concatenate([index, gone.index], axis=1)
         np.testing.assert_array_equal(np.sort(every, 1), np.tile(np.arange(PATCHES), (BATCH, 1)))
-        rows = np.take_along_axis(np.asarray(tokens.x[:, 1:]), index[..., None], 1)
+        rows = np.take_along_axis(np.asarray(tokens.x)[:, 1:], index[..., None], 1)
         np.testing.assert_array_equal(kept.x[:, 1:], rows)
         return
     assert REDUCERS[name]().refuses_fusion and gone is None
     if kept.group is not None:
-        for group in np.asarray(kept.group):
+        for group in kept.group:
             assert set(group) == set(range(KEEP))
     for row in index:
         known = row[row >= 0]
@@ -134,10 +147,10 @@ def test_site_that_removes_nothing(name):
     ATS prunes what is of no use whatever the budget.
     """
     _, compiled, tokens, context = site(name, PATCHES)
-    kept, _, _ = compiled(tokens, context)
-    index = np.asarray(kept.index)
+    kept, _, _ = jax.device_get(compiled(tokens, context))
+    index = kept.index
     np.testing.assert_array_equal(np.sort(index, 1), np.tile(np.arange(PATCHES), (BATCH, 1)))
-    rows = np.take_along_axis(np.asarray(tokens.x[:, 1:]), index[..., None], 1)
+    rows = np.take_along_axis(np.asarray(tokens.x)[:, 1:], index[..., None], 1)
     np.testing.assert_allclose(kept.x[:, 1:], rows, atol=1e-4)
 
 
@@ -153,7 +166,7 @@ def test_site_compiled_is_eager_and_half_precision_chooses_the_same(name):
     found, _, _ = site(name, KEEP, "bfloat16")[1](half, context)
     full, _, _ = compiled(half.replace(x=half.x.astype(jnp.float32)), context)
     np.testing.assert_array_equal(found.index, full.index)
-    assert found.x.dtype == jnp.bfloat16 and jnp.isfinite(found.x).all()
+    assert found.x.dtype == jnp.bfloat16 and np.isfinite(np.asarray(found.x)).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -177,10 +190,11 @@ def test_model_counts(name):
 def test_examples_do_not_see_each_other_and_one_program_serves_all(name):
     _, _, forward, traces, (logits, _) = case(name)
     images, keys = batch()
-    reverse, _ = forward(images[::-1], keys[::-1])
+    reverse, _ = jax.device_get(forward(images[::-1], keys[::-1]))
     np.testing.assert_allclose(reverse[::-1], logits, atol=1e-5)
     others, _ = batch(5)
-    found, _ = forward(others.at[3].set(images[3]), keys)
+    others[3] = images[3]
+    found, _ = jax.device_get(forward(others, keys))
     np.testing.assert_allclose(found[3], logits[3], atol=1e-5)
     assert np.abs(found[2] - logits[2]).max() > 1e-5
     assert len(traces) == 1
@@ -202,9 +216,10 @@ def test_slim_model_on_two_devices(name):
         in_shardings=(whole, place, place),
         out_shardings=place,
     )
-    compiled = forward.lower(slim_params, *batch()).compile()
+    inputs = (slim_params, *batch())
+    compiled = forward.lower(*inputs).compile()
     assert not re.search(f" ({COLLECTIVES})(-start)?\\(", compiled.as_text())
-    found, slim_out = compiled(*jax.device_put((slim_params, *batch()), (whole, place, place)))
+    found, slim_out = compiled(*jax.device_put(inputs, (whole, place, place)))
     np.testing.assert_allclose(found, logits, atol=1e-5)
     for one, other in zip(slim_out["kept"], out["kept"], strict=True):
         np.testing.assert_array_equal(one, other)
@@ -219,16 +234,16 @@ def test_trains_in_half_precision_with_fusion_or_says_why_not(name):
             build(name, "llf")
         fusion = "none"
     model = build(name, fusion, dtype="bfloat16", drop_path=0.2)
-    params = random_params(model)
     images, keys = batch()
-    images = images.at[0].set(0.5)
+    images[0] = 0.5
 
-    def loss(params):
+    def loss(params, images, keys):
         logits, out = model.apply({"params": params}, images, train=True, keys=keys)
         return (logits**2).mean() + sum((aux**2).mean() for aux in out["auxiliary"]), out
 
-    (value, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-    assert jnp.isfinite(value)
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (value, out), gradients = jax.device_get(step(params_of(name), images, keys))
+    assert np.isfinite(value)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
     if fusion == "llf":
         assert out["features"][-1].shape[1] == 1 + PATCHES
@@ -240,8 +255,8 @@ def test_methods_differ():
     """From the same backbone no two methods find the same, nor what is found without any."""
     plain = models.create(BASE | {"num_classes": 3, "pool": "mean_patches"})
     shared = {k: v for k, v in case("random")[1].items() if not k.startswith("reducer_")}
-    logits, _ = jax.jit(plain.apply)({"params": shared}, batch()[0])
-    found = {name: np.asarray(case(name)[4][0]) for name in NAMES} | {"none": logits}
+    logits, _ = jax.device_get(jax.jit(plain.apply)({"params": shared}, batch()[0]))
+    found = {name: case(name)[4][0] for name in NAMES} | {"none": logits}
     for name in NAMES:
         backbone = {k: v for k, v in case(name)[1].items() if not k.startswith("reducer_")}
         assert jax.tree.all(jax.tree.map(np.array_equal, backbone, shared)), name

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokred
@@ -21,16 +20,21 @@ PATCHES, KEEP = 8, 3
 
 
 def draw():
-    x = jax.random.normal(jax.random.key(0), (2, 1 + PATCHES, 4))
-    logits = jax.random.normal(jax.random.key(1), (2, 3, 1 + PATCHES))
-    return x, np.asarray(jax.nn.softmax(logits, -1))
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(2, 1 + PATCHES, 4)).astype(np.float32)
+    weights = np.exp(generator.normal(size=(2, 3, 1 + PATCHES))).astype(np.float32)
+    return x, weights / weights.sum(-1, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def reduce(x, cls_row, keep, options=()):
-    module = EViT(**dict(options))
+def apply(x, cls_row, keep, module):
     context = Context(cls_row=cls_row)
     return module.apply({}, from_features(x, (2, 4), 1), context, keep=keep, train=False)
+
+
+def reduce(x, cls_row, keep, **options):
+    """What a site returns, on the host."""
+    return jax.device_get(apply(x, cls_row, keep, EViT(**options)))
 
 
 def reference_model(meta, fuse):
@@ -76,31 +80,28 @@ def test_all_patches_may_be_fused_and_weights_normalised():
     plain, _, _ = reduce(x, cls_row, 1)
     expected = np.einsum("br,brd->bd", attention, x[:, 1:])
     np.testing.assert_allclose(plain.x[:, 1], expected, atol=1e-6)
-    normal, _, _ = reduce(x, cls_row, 1, (("renormalise", True),))
+    normal, _, _ = reduce(x, cls_row, 1, renormalise=True)
     np.testing.assert_allclose(normal.x[:, 1], expected / attention.sum(1)[:, None], atol=1e-5)
-    low, high = np.asarray(x[:, 1:]).min(1), np.asarray(x[:, 1:]).max(1)
+    low, high = x[:, 1:].min(1), x[:, 1:].max(1)
     assert (normal.x[:, 1] >= low).all() and (normal.x[:, 1] <= high).all()
 
 
 def test_without_fusing_it_is_attn_topk():
     """EVIT-5."""
     x, cls_row = draw()
-    kept, gone, _ = reduce(x, cls_row, KEEP, (("fuse", False),))
-    top = REDUCERS["attn_topk"]()
-    tokens, context = from_features(x, (2, 4), 1), Context(cls_row=jnp.asarray(cls_row))
-    same, rest, _ = top.apply({}, tokens, context, keep=KEEP, train=False)
+    kept, gone, _ = reduce(x, cls_row, KEEP, fuse=False)
+    same, rest, _ = apply(x, cls_row, KEEP, REDUCERS["attn_topk"]())
     np.testing.assert_array_equal(kept.x, same.x)
     np.testing.assert_array_equal(gone.index, rest.index)
 
 
 def test_the_gradient_reaches_tokens_and_attention_of_the_fused():
     x, cls_row = draw()
-    to_x, to_row = jax.jit(
-        jax.grad(lambda x, row: reduce(x, row, 1)[0].x[:, 1].sum(), argnums=(0, 1))
-    )(x, jnp.asarray(cls_row))
+    gradient = jax.grad(lambda x, row: apply(x, row, 1, EViT())[0].x[:, 1].sum(), argnums=(0, 1))
+    to_x, to_row = jax.device_get(jax.jit(gradient)(x, cls_row))
     attention = cls_row.mean(1)[:, 1:, None]
     np.testing.assert_allclose(to_x[:, 1:], np.broadcast_to(attention, (2, 8, 4)), atol=1e-6)
-    expected = np.repeat(np.asarray(x[:, 1:]).sum(-1)[:, None] / 3, 3, 1)
+    expected = np.repeat(x[:, 1:].sum(-1)[:, None] / 3, 3, 1)
     np.testing.assert_allclose(to_row[:, :, 1:], expected, atol=1e-5)
 
 

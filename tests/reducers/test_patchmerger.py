@@ -1,7 +1,8 @@
 """PatchMerger: the reference's numbers, and what its formula promises."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokred
@@ -14,17 +15,26 @@ from cropr_jax.tokens import from_features
 KEEP = 3
 
 
-def merge(x, queries=None, keep=KEEP, **options):
+@jax.jit
+def apply(params, x):
+    tokens = from_features(x, (2, x.shape[1] // 2), 0)
+    return PatchMerger().apply({"params": params}, tokens, Context(), keep=KEEP, train=False)
+
+
+def merge(x, queries=None):
     """The patch tokens that come out, and the weights."""
-    module, tokens = PatchMerger(**options), from_features(x, (2, x.shape[1] // 2), 0)
-    if queries is None:
-        queries = jax.random.normal(jax.random.key(1), (keep, x.shape[-1]))
     width = x.shape[-1]
-    norm = {"scale": 1 + 0.1 * jnp.arange(width), "bias": 0.2 * jnp.arange(width)}
-    params = {"queries": queries, "norm": norm}
-    made, gone, out = module.apply({"params": params}, tokens, Context(), keep=keep, train=False)
+    if queries is None:
+        queries = normal(1, KEEP, width)
+    channel = np.arange(width, dtype=np.float32)
+    params = {"queries": queries, "norm": {"scale": 1 + 0.1 * channel, "bias": 0.2 * channel}}
+    made, gone, out = jax.device_get(apply(params, x))
     assert gone is None
     return made.x, out["weights"]
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def normed(x):
@@ -36,7 +46,7 @@ def normed(x):
 
 @pytest.fixture
 def x():
-    return jax.random.normal(jax.random.key(0), (2, 8, 4))
+    return normal(0, 2, 8, 4)
 
 
 @pytest.mark.parity
@@ -61,42 +71,43 @@ def test_outputs_are_averages_of_the_normed_tokens(x):
     merged, weights = merge(x)
     assert merged.shape == (2, KEEP, 4)
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
-    np.testing.assert_allclose(merged, weights @ normed(np.asarray(x)), atol=1e-5)
+    np.testing.assert_allclose(merged, weights @ normed(x), atol=1e-5)
 
 
 def test_order_and_affine_changes_of_the_inputs_do_not_matter(x):
     merged, _ = merge(x)
     shuffled, _ = merge(x[:, ::-1])
     np.testing.assert_allclose(shuffled, merged, atol=1e-5)
-    scale = 2 + jnp.arange(8.0)[None, :, None]
+    scale = 2 + np.arange(8, dtype=np.float32)[None, :, None]
     rescaled, _ = merge(x * scale + 7 * scale)
     np.testing.assert_allclose(rescaled, merged, atol=1e-3)
 
 
 def test_zero_and_equal_queries(x):
-    uniform, weights = merge(x, jnp.zeros((KEEP, 4)))
+    uniform, weights = merge(x, np.zeros((KEEP, 4), np.float32))
     np.testing.assert_allclose(weights, 1 / 8, atol=1e-6)
-    mean = normed(np.asarray(x)).mean(1, keepdims=True)
+    mean = normed(x).mean(1, keepdims=True)
     np.testing.assert_allclose(uniform, np.repeat(mean, KEEP, 1), atol=1e-5)
-    equal, _ = merge(x, jnp.full((KEEP, 4), 0.7))
+    equal, _ = merge(x, np.full((KEEP, 4), 0.7, np.float32))
     np.testing.assert_array_equal(equal[:, 0], equal[:, 1])
 
 
 def test_dividing_by_the_root_of_the_width_keeps_initial_weights_soft():
-    x = jax.random.normal(jax.random.key(0), (1, 64, 256))
-    queries = jax.random.normal(jax.random.key(1), (8, 256))
+    x, queries = normal(0, 1, 64, 256), normal(1, 8, 256)
     # Without a norm's weights that differ by channel: those of `merge` blow up the logits.
-    norm = {"scale": jnp.ones(256), "bias": jnp.zeros(256)}
+    norm = {"scale": np.ones(256, np.float32), "bias": np.zeros(256, np.float32)}
     largest = {}
     for scale in ("none", "width"):
-        weights, _ = PatchMerger(scale=scale).apply(
-            {"params": {"queries": queries, "norm": norm}}, x, 8, method="mix"
+        mix = jax.jit(
+            functools.partial(PatchMerger(scale=scale).apply, method="mix"), static_argnums=2
         )
+        weights, _ = jax.device_get(mix({"params": {"queries": queries, "norm": norm}}, x, 8))
         largest[scale] = float(weights.max(-1).mean())
     assert largest["none"] > 0.8 and largest["width"] < 0.2
 
 
 def test_init_std(x):
     module = PatchMerger(init_std=0.5)
-    params = module.init(jax.random.key(0), jnp.zeros((1, 8, 256)), 64, method="mix")["params"]
-    np.testing.assert_allclose(params["queries"].std(), 0.5, rtol=0.05)
+    init = jax.jit(functools.partial(module.init, method="mix"), static_argnums=2)
+    params = init(jax.random.key(0), np.zeros((1, 8, 256), np.float32), 64)["params"]
+    np.testing.assert_allclose(np.std(params["queries"]), 0.5, rtol=0.05)

@@ -29,14 +29,30 @@ def build(name, fusion="none", options=None, **fields):
     return models.create(BASE | {"reduction": reduction} | fields)
 
 
-def batch(count=3, size=16):
-    images = jax.random.normal(jax.random.key(1), (count, size, size, 3))
-    return images, rng.example_keys(jax.random.key(2), 0, jnp.arange(count))
+def batch(count=3, size=16, step=0):
+    images = np.random.default_rng(1).normal(size=(count, size, size, 3)).astype(np.float32)
+    return images, example_keys(2, step, count)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def example_keys(seed, step, count):
+    return rng.example_keys(jax.random.key(seed), step, jnp.arange(count))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def forward(model, params, images, keys):
+def apply(model, params, images, keys):
     return model.apply({"params": params}, images, keys=keys)
+
+
+def forward(model, params, images, keys):
+    """Logits and outputs, compiled, on the host."""
+    return jax.device_get(apply(model, params, images, keys))
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="keep")
+def site(module, tokens, context, keep):
+    """What a site without parameters returns at inference."""
+    return module.apply({}, tokens, context, keep=keep, train=False)
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 5])
@@ -45,7 +61,7 @@ def test_any_number_of_prefix_tokens_and_a_rectangle(name, prefix):
     options = {"source": "col_mean"} if name == "attn_topk" else {}
     model = build(name, "llf", options, prefix=prefix, image_size=(16, 24))
     params = random_params(model)
-    images = jax.random.normal(jax.random.key(1), (2, 16, 24, 3))
+    images = np.random.default_rng(1).normal(size=(2, 16, 24, 3)).astype(np.float32)
     _, out = forward(model, params, images, None)
     removed = RATE * 2 + prefix
     assert out["kept"][-1].shape == (2, 24 - removed)
@@ -59,18 +75,16 @@ def test_random_follows_the_example_not_the_batch():
     _, first = forward(model, params, images, keys)
     _, again = forward(model, params, images[::-1], keys[::-1])
     np.testing.assert_array_equal(first["kept"][0], again["kept"][0][::-1])
-    other = rng.example_keys(jax.random.key(2), 1, jnp.arange(3))
-    _, later = forward(model, params, images, other)
-    assert (np.asarray(first["kept"][0]) != np.asarray(later["kept"][0])).any()
+    _, later = forward(model, params, *batch(step=1))
+    assert (first["kept"][0] != later["kept"][0]).any()
     with pytest.raises(ValueError, match="draws at random"):
-        model.apply({"params": params}, images)
+        forward(model, params, images, None)
 
 
 def test_random_keeps_every_patch_equally_often():
-    keys = rng.example_keys(jax.random.key(0), 0, jnp.arange(4000))
-    module = REDUCERS["random"]()
     tokens = from_features(jnp.zeros((4000, 8, 1)), (2, 4), 0)
-    kept, _, _ = module.apply({}, tokens, Context(keys=keys), keep=2, train=False)
+    context = Context(keys=example_keys(0, 0, 4000))
+    kept, _, _ = site(REDUCERS["random"](), tokens, context, keep=2)
     share = np.bincount(np.asarray(kept.index).ravel(), minlength=8) / 4000
     np.testing.assert_allclose(share, 2 / 8, atol=5 * np.sqrt(0.25 * 0.75 / 4000))
 
@@ -81,9 +95,10 @@ def test_variance_by_brute_force():
         [np.mean([patch[channel::3].var() for channel in range(3)]) for patch in image]
         for image in pixels
     ]
-    np.testing.assert_allclose(pixel_variance(jnp.asarray(pixels)), expected, rtol=1e-5)
-    flat = jnp.broadcast_to(jnp.array([0.3, 0.1, 0.9] * 4), (1, 1, 12))
-    np.testing.assert_allclose(pixel_variance(flat), 0, atol=1e-12)
+    variance = jax.jit(pixel_variance)
+    np.testing.assert_allclose(variance(pixels), expected, rtol=1e-5)
+    flat = np.array([[[0.3, 0.1, 0.9] * 4]], np.float32)
+    np.testing.assert_allclose(variance(flat), 0, atol=1e-12)
 
 
 def test_variance_ranks_by_the_image_alone():
@@ -130,37 +145,45 @@ def test_attn_topk_may_let_all_tokens_vote():
     tokens = from_features(jnp.zeros((1, 4, 2)), (1, 3), 1)
     module = REDUCERS["attn_topk"](source="col_mean_all")
     context = Context(col_mean_all=received)
-    kept, _, _ = module.apply({}, tokens, context, keep=2, train=False)
+    kept, _, _ = site(module, tokens, context, keep=2)
     assert kept.index.tolist() == [[1, 2]]
     assert module.macs(SiteSizes(64, 56, 1, 8, 2)) == (0, 65 * 65 * 8)
 
 
 def test_cls_row_is_the_first_row_of_the_attention_matrix():
-    query, key = jax.random.normal(jax.random.key(0), (2, 2, 70, 3, 8))
-    logits = jnp.einsum("bshk,bthk->bhst", query, key) * 8**-0.5
-    matrix = jax.nn.softmax(logits, axis=-1)
-    np.testing.assert_allclose(cls_row(query, key), matrix[:, :, 0], atol=1e-6)
-    np.testing.assert_allclose(col_mean(query, key, 1), matrix[:, :, 1:].mean((1, 2)), atol=1e-6)
-    np.testing.assert_allclose(col_mean(query, key, 0).sum(1), 1, atol=1e-5)
-    bias = jax.random.normal(jax.random.key(1), (2, 70))
-    matrix = jax.nn.softmax(logits + bias[:, None, None], axis=-1)
-    np.testing.assert_allclose(cls_row(query, key, bias), matrix[:, :, 0], atol=1e-6)
-    np.testing.assert_allclose(col_mean(query, key, 0, bias), matrix.mean((1, 2)), atol=1e-6)
+    generator = np.random.default_rng(0)
+    query, key = generator.normal(size=(2, 2, 70, 3, 8)).astype(np.float32)
+    bias = generator.normal(size=(2, 70)).astype(np.float32)
+    row, mean = jax.jit(cls_row), jax.jit(col_mean, static_argnums=2)
+    logits = np.einsum("bshk,bthk->bhst", query, key) * 8**-0.5
+    matrix = softmax(logits)
+    np.testing.assert_allclose(row(query, key), matrix[:, :, 0], atol=1e-6)
+    np.testing.assert_allclose(mean(query, key, 1), matrix[:, :, 1:].mean((1, 2)), atol=1e-6)
+    np.testing.assert_allclose(mean(query, key, 0).sum(1), 1, atol=1e-5)
+    matrix = softmax(logits + bias[:, None, None])
+    np.testing.assert_allclose(row(query, key, bias), matrix[:, :, 0], atol=1e-6)
+    np.testing.assert_allclose(mean(query, key, 0, bias), matrix.mean((1, 2)), atol=1e-6)
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
 
 
 def test_keys_and_values_of_a_block():
     """Means of the keys before rotation, norms of the values, and no gradient through either."""
     needs = frozenset({"k_mean", "v_norm", "col_mean_all"})
     module = Attention(heads=2, needs=needs, prefix=1)
-    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
+    x = np.random.default_rng(1).normal(size=(2, 5, 8)).astype(np.float32)
     params = {"params": random_params_of(module, x)}
 
     @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
     def extras(x):
         found = module.apply(params, x, angles=jnp.ones((2, 5, 2)))[1]
         return sum(found[name].sum() for name in ("k_mean", "v_norm")), found
 
-    gradient, found = jax.grad(extras, has_aux=True)(x)
+    gradient, found = jax.device_get(extras(x))
     project = params["params"]
     key, value = (
         np.einsum("btd,dhk->bthk", x, project[name]["kernel"]) + project[name]["bias"]
@@ -175,19 +198,20 @@ def test_keys_and_values_of_a_block():
 def random_params_of(module, x):
     shapes = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
     draw = np.random.default_rng(0).normal
-    return jax.tree.map(lambda leaf: jnp.asarray(draw(size=leaf.shape), leaf.dtype), shapes)
+    return jax.tree.map(lambda leaf: draw(size=leaf.shape).astype(leaf.dtype), shapes)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-4)])
 def test_a_bias_on_keys_folded_into_channels(dtype, tolerance):
     """Logits of the wider heads at the scale of the narrow ones are those with the bias."""
-    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8)).astype(dtype)
-    bias = jnp.log(jax.random.uniform(jax.random.key(1), (2, 5), minval=1.0, maxval=40.0))
-    bias = bias.at[:, 3].set(MASKED)
-    wide = [x.astype(jnp.float32) for x in fold_bias(query, key, value, bias)]
-    narrow = [x.astype(jnp.float32) for x in (query, key, value)]
+    generator = np.random.default_rng(0)
+    query, key, value = generator.normal(size=(3, 2, 5, 2, 8)).astype(jnp.dtype(dtype))
+    bias = np.log(generator.uniform(1.0, 40.0, size=(2, 5)).astype(np.float32))
+    bias[:, 3] = MASKED
+    wide = [np.asarray(x, np.float32) for x in jax.jit(fold_bias)(query, key, value, bias)]
+    narrow = [x.astype(np.float32) for x in (query, key, value)]
     assert all(x.shape == (2, 5, 2, 16) for x in wide)
-    found, plain = (jnp.einsum("bthk,bshk->bhts", *heads[:2]) * 8**-0.5 for heads in (wide, narrow))
+    found, plain = (np.einsum("bthk,bshk->bhts", *heads[:2]) * 8**-0.5 for heads in (wide, narrow))
     np.testing.assert_allclose(found, plain + bias[:, None, None], rtol=1e-5, atol=tolerance)
     np.testing.assert_array_equal(wide[2][..., :8], narrow[2])
     assert (wide[2][..., 8:] == 0).all()

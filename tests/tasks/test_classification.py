@@ -1,11 +1,13 @@
 """Losses and exact metrics of classification, against NumPy."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
 from cropr_jax.errors import ConfigError
 from cropr_jax.tasks import classification, get
+
+evaluation_sums = jax.jit(classification.evaluation_sums)
 
 
 def test_loss_is_the_plain_sum():
@@ -18,21 +20,27 @@ def test_loss_is_the_plain_sum():
         return -(t * np.log(p / p.sum(-1, keepdims=True))).sum(-1).mean()
 
     parts = [cross_entropy(site, targets[:, None]) for site in sites]
-    extra = {
-        str(i): classification.criterion(jnp.asarray(site), None, jnp.asarray(targets))
-        for i, site in enumerate(sites)
-    }
-    total, metrics = classification.losses(jnp.asarray(logits), extra, jnp.asarray(targets))
+
+    @jax.jit
+    def compute(logits, sites, targets):
+        extra = {
+            str(i): classification.criterion(site, None, targets) for i, site in enumerate(sites)
+        }
+        return (
+            classification.losses(logits, extra, targets),
+            classification.losses(logits, {}, targets),
+        )
+
+    (total, metrics), (_, unpruned) = compute(logits, list(sites), targets)
     np.testing.assert_allclose(total, cross_entropy(logits, targets) + sum(parts), rtol=1e-5)
     np.testing.assert_allclose(metrics["auxiliary_loss"], np.mean(parts), rtol=1e-5)
-    _, unpruned = classification.losses(jnp.asarray(logits), {}, jnp.asarray(targets))
     assert set(unpruned) == {"main_loss"}
 
 
 def test_ranks_of_ties_and_broken_rows():
     nan = np.nan
-    logits = jnp.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [nan, 0.0, 1.0], [3.0, 2.0, 1.0]])
-    ranks = classification.rank_of_label(logits, jnp.array([0, 1, 2, 2]))
+    logits = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [nan, 0.0, 1.0], [3.0, 2.0, 1.0]])
+    ranks = jax.jit(classification.rank_of_label)(logits, np.array([0, 1, 2, 2]))
     assert ranks.tolist() == [0, 1, 3, 2]
 
 
@@ -46,11 +54,11 @@ def test_sums_are_exact_whatever_the_batches(size):
     for start in range(0, 23, size):
         count = min(size, 23 - start)
         pad = ((0, size - count), (0, 0))
-        sums.append(classification.evaluation_sums(
-            jnp.asarray(np.pad(logits[start:start + size], pad, constant_values=np.inf)),
+        sums.append(evaluation_sums(
+            np.pad(logits[start:start + size], pad, constant_values=np.inf),
             {
-                "label": jnp.asarray(np.pad(labels[start:start + size], pad[0])),
-                "mask": (jnp.arange(size) < count).astype(jnp.float32),
+                "label": np.pad(labels[start:start + size], pad[0]),
+                "mask": (np.arange(size) < count).astype(np.float32),
             },
         ))  # fmt: skip
     got = classification.summarize(sums)
@@ -61,8 +69,8 @@ def test_sums_are_exact_whatever_the_batches(size):
 
 
 def test_few_classes_are_all_within_five():
-    sums = classification.evaluation_sums(
-        jnp.array([[0.0, 1.0]]), {"label": jnp.array([0]), "mask": jnp.array([1.0])}
+    sums = evaluation_sums(
+        np.array([[0.0, 1.0]]), {"label": np.array([0]), "mask": np.array([1.0])}
     )
     assert (int(sums["top1"]), int(sums["top5"])) == (0, 1)
 

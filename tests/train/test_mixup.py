@@ -10,9 +10,12 @@ from cropr_jax.errors import ConfigError
 from cropr_jax.train import mixup
 from cropr_jax.train.mixup import Draw, MixupConfig
 
+apply = jax.jit(mixup.apply, static_argnums=(3, 4))
+draw = jax.jit(mixup.draw, static_argnums=(0, 2, 3))
+
 
 def one_group(weight, box=(0, 0, 0, 0), cut=False):
-    return Draw(jnp.array([weight], jnp.float32), jnp.array([cut]), jnp.array([box], jnp.int32))
+    return Draw(np.array([weight], np.float32), np.array([cut]), np.array([box], np.int32))
 
 
 @pytest.mark.parity
@@ -20,7 +23,7 @@ def one_group(weight, box=(0, 0, 0, 0), cut=False):
 def test_timm(name):
     arrays, meta = load_fixture(name)
     config = meta["config"]
-    images = jnp.asarray(arrays["in/x"].transpose(0, 2, 3, 1))
+    images = arrays["in/x"].transpose(0, 2, 3, 1)
     cases = [(f"mixup.{{}}.{lam}", one_group(lam)) for lam in config["mixup_lams"]]
     for i, case in enumerate(config["cutmix"]):
         top, bottom, left, right = case["box_yl_yh_xl_xh"]
@@ -28,10 +31,10 @@ def test_timm(name):
         cases.append((f"cutmix.{{}}.{i}", one_group(case["lam_corrected"], box, True)))
     assert cases
     for pattern, drawn in cases:
-        mixed, targets = mixup.apply(
+        mixed, targets = apply(
             drawn,
             images,
-            jnp.asarray(arrays["in/labels"]),
+            arrays["in/labels"],
             config["num_classes"],
             config["label_smoothing"],
         )
@@ -47,17 +50,18 @@ def test_box_of_timm(name):
     arrays, meta = load_fixture(name)
     size = arrays["in/x"].shape[2:]
     rows, columns = np.meshgrid(np.arange(size[0]), np.arange(size[1]), indexing="ij")
-    every = jax.vmap(lambda lam, r, c: mixup.cut_box(lam, r, c, size), (None, 0, 0))
+    every = jax.jit(jax.vmap(lambda lam, r, c: mixup.cut_box(lam, r, c, size), (None, 0, 0)))
     for case in meta["config"]["cutmix"]:
-        boxes, weights = every(jnp.float32(case["lam_drawn"]), rows.ravel(), columns.ravel())
+        boxes, weights = every(np.float32(case["lam_drawn"]), rows.ravel(), columns.ravel())
         same = (np.asarray(boxes) == case["box_yl_yh_xl_xh"]).all(axis=1)
         assert same.any()
         np.testing.assert_allclose(np.asarray(weights)[same], case["lam_corrected"], atol=1e-6)
 
 
 def test_groups_are_mirrored_each_by_itself():
-    images = jnp.arange(8.0).reshape(8, 1, 1, 1) * jnp.ones((8, 2, 2, 3))
-    other, labels = mixup.partners(images, jnp.arange(8), groups=2)
+    images = np.tile(np.arange(8, dtype=np.float32).reshape(8, 1, 1, 1), (1, 2, 2, 3))
+    partners = jax.jit(mixup.partners, static_argnames="groups")
+    other, labels = jax.device_get(partners(images, np.arange(8), groups=2))
     assert labels.tolist() == [3, 2, 1, 0, 7, 6, 5, 4]
     assert other[:, 0, 0, 0].tolist() == labels.tolist()
 
@@ -65,13 +69,13 @@ def test_groups_are_mirrored_each_by_itself():
 def test_draws_depend_on_the_group_alone():
     config = MixupConfig()
     key = jax.random.key(3)
-    two, four = (mixup.draw(config, key, groups, (16, 16)) for groups in (2, 4))
+    two, four = jax.device_get([draw(config, key, groups, (16, 16)) for groups in (2, 4)])
     for short, long in zip(two, four, strict=True):
         np.testing.assert_array_equal(short, long[:2])
 
 
 def test_statistics_of_draws():
-    drawn = mixup.draw(MixupConfig(), jax.random.key(0), 4000, (32, 32))
+    drawn = draw(MixupConfig(), jax.random.key(0), 4000, (32, 32))
     cut = np.asarray(drawn.cut)
     assert abs(cut.mean() - 0.5) < 0.04
     plain = np.asarray(drawn.weight)[~cut]
@@ -88,7 +92,7 @@ def test_statistics_of_draws():
     ],
 )
 def test_one_kind_alone(config, cut):
-    drawn = mixup.draw(config, jax.random.key(0), 50, (8, 8))
+    drawn = draw(config, jax.random.key(0), 50, (8, 8))
     assert (np.asarray(drawn.cut) == cut).all()
 
 
