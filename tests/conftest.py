@@ -11,12 +11,15 @@ from jaxlib.version import __version_info__ as JAXLIB
 
 # Tests compile much and compute little: half of the time would go into optimizing, and up to
 # half of the rest into XLA's newer way of making fused kernels, which jaxlib 0.10 can still leave
-# out. Later ones end the process at a flag that they do not know.
+# out; nor is it worth cutting such small programs into parts. Later ones end the process at a flag
+# that they do not know.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 DEVICES = "--xla_force_host_platform_device_count=8"
-OLD_FUSION = ["--xla_cpu_use_fusion_emitters=false"] if JAXLIB < (0, 11) else []
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *OLD_FUSION, DEVICES])
+CHEAP = ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+if JAXLIB >= (0, 11):
+    CHEAP = []
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *CHEAP, DEVICES])
 
 # Tracing makes and drops many small objects beside the many that imports leave for good: looking
 # through all of these as often as Python does by default would take a fifth of the time.

@@ -188,7 +188,7 @@ def test_every_place_gets_one_prediction_of_its_own_image(how):
     if how in fusion.NEW_BLOCKS:
         for rate in (0, 1, 5):
             other = build("cropr", how, rate)
-            shapes = jax.eval_shape(compiled(other), params, images())
+            shapes = jax.eval_shape(compiled(other), models.abstract_params(other), images())
             assert shapes[0].shape == logits.shape
 
 

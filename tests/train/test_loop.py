@@ -1,5 +1,6 @@
 """Whole runs of run.py in processes of their own: killed, asked to stop, resumed, refused."""
 
+import contextlib
 import json
 import os
 import re
@@ -161,15 +162,17 @@ def test_two_processes_equal_one(tmp_path):
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
     several = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
-    starts = [
-        subprocess.Popen(
-            [*command, str(tmp_path / "two"), "--config.distributed"], cwd=ROOT,
-            env=environment(**several, JAX_PROCESS_ID=str(i)),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=300)[0] for process in starts]
+    with contextlib.ExitStack() as stack:
+        starts = []
+        for i in range(2):
+            process = subprocess.Popen(
+                [*command, str(tmp_path / "two"), "--config.distributed"], cwd=ROOT,
+                env=environment(**several, JAX_PROCESS_ID=str(i)),
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+            starts.append(stack.enter_context(process))
+            stack.callback(process.kill)  # neither outlives the other's failure
+        outputs = [process.communicate(timeout=300)[0] for process in starts]
     assert [process.returncode for process in starts] == [0, 0], "\n".join(outputs)
     assert "Result" in outputs[0] and "Result" not in outputs[1]
     one = environment(JAX_NUM_CPU_DEVICES="2")
