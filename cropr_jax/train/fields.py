@@ -39,6 +39,7 @@ SHARED: dict[str, Names] = {
             "total_steps",
             "accum_steps",
             "cpu_devices",
+            "compiler_options",
             "init",
             "init_resampling",
             "teacher",
@@ -98,6 +99,7 @@ FREE = (
     "preprocess.eval_stride",
     "mesh",
     "cpu_devices",
+    "compiler_options",
     "distributed",
 )
 

@@ -209,7 +209,7 @@ def total_steps(config: Mapping[str, Any], steps_per_epoch: int) -> tuple[int, i
 
 
 def resolve(config: Any) -> Recipe:
-    """Checks a config and makes all that follows from it; compiles nothing, reads no image.
+    """Checks a config and makes all that follows from it; compiles no model, reads no image.
 
     Raises:
       ConfigError: naming field or file, what was found, what was expected.
@@ -220,6 +220,8 @@ def resolve(config: Any) -> Recipe:
     mixing = MixupConfig(**values["mixup"]) if "mixup" in values else None
     _check_batches(values, mixing)
     mesh = sharding.make_mesh(**values["mesh"])
+    if options := values.get("compiler_options"):
+        sharding.check_compiler_options(options)
     if not values["model"]["num_classes"]:  # those of the data
         values["model"]["num_classes"] = len(pipeline.class_names(values))
     _check_head(values)

@@ -114,7 +114,8 @@ class Run:
           batch: whose shapes are those of all.
         """
         step = jit_train(self.recipe.step(schedule), self.shardings)
-        return step.lower(self.abstract, batch).compile()
+        options = self.recipe.config.get("compiler_options") or None
+        return step.lower(self.abstract, batch).compile(compiler_options=options)
 
     def evaluate(self, params: dict[str, Any], schedule: Schedule) -> Evaluation:
         """Results of every evaluation split, over all its examples, with a schedule of pruning."""

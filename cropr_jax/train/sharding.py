@@ -8,9 +8,11 @@ to be called pjit.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,6 +39,26 @@ def split_cpu(devices: int | None) -> None:
     if devices < 1:
         raise ConfigError(f"config.cpu_devices: found {devices}, expected 1 or more")
     jax.config.update("jax_num_cpu_devices", devices)
+
+
+def check_compiler_options(options: Any) -> None:
+    """Refuses options that the installed XLA does not know, which it would say only after tracing.
+
+    Args:
+      options: {name: value} of XLA's debug options, as `jax.jit` takes them.
+
+    Raises:
+      ConfigError: with XLA's own message.
+    """
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"config.compiler_options: found {options!r}, expected {{name: value}}")
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=dict(options))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"config.compiler_options: {dict(options)} is not for jaxlib {jaxlib.__version__} "
+            f"({str(error).splitlines()[0]}): correct or remove the option"
+        ) from error
 
 
 def make_mesh(data: int = -1, fsdp: int = 1) -> Mesh:
