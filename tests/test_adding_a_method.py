@@ -10,6 +10,7 @@ import pytest
 from conftest import REPOSITORY
 from reducers import test_battery
 
+from cropr_jax import models
 from cropr_jax.bench import untrained
 from cropr_jax.reducers.registry import REDUCERS
 
@@ -48,6 +49,20 @@ def test_battery(method, check):
 def test_off_the_shelf_takes_it_and_its_opposite(method):
     fields = {"width": 8, "depth": 2, "heads": 2, "patch": 4, "image_size": 16, "num_classes": 3}
     assert {NAME, f"{NAME}_inverse"} < set(untrained.parameter_free(fields))
+
+
+def test_an_option_may_be_a_list(method, monkeypatch):
+    """As it is in a config read back from JSON."""
+
+    class Weighted(REDUCERS[NAME]):
+        weights: tuple[float, ...] = ()
+
+    monkeypatch.setitem(REDUCERS, "weighted", Weighted)
+    reduction = {"name": "weighted", "rate": 1, "fusion": "none", "options": {"weights": [1, 2]}}
+    fields = {"width": 8, "depth": 2, "heads": 2, "patch": 4, "image_size": 16, "num_classes": 3}
+    model = models.create(fields | {"reduction": reduction})
+    assert model.make_reducer().weights == (1, 2)
+    assert models.count(models.abstract_params(model)) > 0
 
 
 def test_what_the_page_says_of_the_repository():

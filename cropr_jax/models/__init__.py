@@ -259,7 +259,11 @@ def create(config: Mapping[str, Any]) -> ViT:
     prefix = fields.get("prefix", 1)
 
     reduction: dict[str, Any] = dict(fields.pop("reduction", {}))
-    options = dict(reduction.get("options", {}))
+    # Configs read from JSON have lists; models, which JAX caches by, must be hashable.
+    options = {
+        option: tuple(value) if isinstance(value, list) else value
+        for option, value in reduction.get("options", {}).items()
+    }
     check_heads(fields, options)
     name, fusion = choose_reduction(reduction, head)
     if head == "segmentation":
