@@ -1,5 +1,6 @@
 """Set-up shared by all tests: eight CPU devices, reference numbers, checked shapes."""
 
+import collections
 import gc
 import importlib
 import json
@@ -29,8 +30,14 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-# jaxtyping's hook has whatever our modules are the first to import compiled from its source.
-for large in (
+# Runs that a test resumes or compares have the same step: each process keeps what it compiled, for
+# itself alone, so that no other reads a file half written.
+COMPILED = tempfile.TemporaryDirectory(prefix="compiled-")
+jax.config.update("jax_compilation_cache_dir", COMPILED.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+# What our modules import of others that is large.
+LARGE = (
     "beartype",
     "flax.linen",
     "grain",
@@ -40,14 +47,7 @@ for large in (
     "scipy.stats",
     "tensorboardX",
     "tensorflow_datasets",
-):
-    importlib.import_module(large)
-
-# Runs that a test resumes or compares have the same step: each process keeps what it compiled, for
-# itself alone, so that no other reads a file half written.
-COMPILED = tempfile.TemporaryDirectory(prefix="compiled-")
-jax.config.update("jax_compilation_cache_dir", COMPILED.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FIXTURES = Path(
@@ -103,10 +103,15 @@ def pytest_configure(config):
 
 
 def pytest_sessionstart(session):
-    """In CI everything that tests read must be there."""
+    """In CI everything that tests read must be there; and large packages are imported."""
     if os.environ.get("CI") == "true":
         for what, folder, _ in missing().values():
             raise pytest.UsageError(f"CI=true but no {what} in {folder}")
+    if session.config.getoption("numprocesses", None):
+        return  # the workers will run them
+    # jaxtyping's hook has whatever our modules are the first to import compiled from its source.
+    for name in LARGE:
+        importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -118,6 +123,15 @@ def pytest_collection_modifyitems(config, items):
             lines.append(f"{len(without)} {marker} tests; no {what} in {folder} (set {variable})")
             config.hook.pytest_deselected(items=without)
             items[:] = [item for item in items if item not in set(without)]
+    if hasattr(config, "workerinput"):
+        longest_first(items)
+
+
+def longest_first(items):
+    """Files with slow tests before those of many before the rest: the last leave no worker idle."""
+    count = collections.Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, -count[item.path]))
 
 
 LEFT_OUT = pytest.StashKey[list[str]]()
