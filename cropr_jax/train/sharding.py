@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxlib.version import __version__ as JAXLIB
 
 from cropr_jax.errors import ConfigError
 
@@ -56,7 +56,7 @@ def check_compiler_options(options: Any) -> None:
         jax.jit(lambda: 0).lower().compile(compiler_options=dict(options))
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"config.compiler_options: {dict(options)} is not for jaxlib {jaxlib.__version__} "
+            f"config.compiler_options: {dict(options)} is not for jaxlib {JAXLIB} "
             f"({str(error).splitlines()[0]}): correct or remove the option"
         ) from error
 
