@@ -12,6 +12,7 @@ the same for every `reduction`, pooling included, but that methods which keep no
 rotary embeddings.
 """
 
+from jaxlib.version import __version_info__ as JAXLIB
 from ml_collections import ConfigDict
 
 from configs import common
@@ -25,8 +26,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config = common.base(arg)
     config.total_epochs = 28.0
     config.cpu_devices = 2
-    # XLA's newer library for products on CPU is slower than Eigen for ones as small as these.
-    config.compiler_options = ConfigDict({"xla_cpu_experimental_ynn_fusion_type": ""})
+    if JAXLIB < (0, 13):  # the option is experimental: later versions may not know it
+        # XLA's newer library for products on CPU is slower than Eigen for ones as small as these.
+        config.compiler_options = ConfigDict({"xla_cpu_experimental_ynn_fusion_type": ""})
     # Small batches: the few images of the data set must make many steps.
     config.batch_size = 32
     config.eval_batch_size = 360

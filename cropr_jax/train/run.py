@@ -114,7 +114,7 @@ class Run:
           batch: whose shapes are those of all.
         """
         step = jit_train(self.recipe.step(schedule), self.shardings)
-        options = self.recipe.config.get("compiler_options") or None
+        options = self.recipe.config.get("compiler_options")
         return step.lower(self.abstract, batch).compile(compiler_options=options)
 
     def evaluate(self, params: dict[str, Any], schedule: Schedule) -> Evaluation:
