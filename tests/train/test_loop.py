@@ -1,6 +1,7 @@
 """Whole runs of run.py in processes of their own: killed, asked to stop, resumed, refused."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -186,6 +187,18 @@ def test_two_processes_equal_one(tmp_path):
     results = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("two", "one")]
     assert results[0]["metrics"]["test"]["examples"] == 21
     assert results[0]["metrics"]["test"]["top1"] == results[1]["metrics"]["test"]["top1"]
+
+
+def test_the_step_is_compiled_with_the_options():
+    """Seen by one that XLA does not know, put in behind the check."""
+    resolved = recipe.resolve(tiny_config.get_config("reduction=random"))
+    config = resolved.config | {"compiler_options": {"xla_no_such": 1}}
+    whole = {"image": ((16, 8, 8, 3), "float32"), "label": ((16,), "int32"), "id": ((16,), "int32")}
+    batch = {name: jax.ShapeDtypeStruct(*shape) for name, shape in whole.items()}
+    with pytest.raises(RuntimeError, match="xla_no_such"):
+        Run(dataclasses.replace(resolved, config=config)).compile_train(
+            resolved.model.schedule, batch
+        )
 
 
 def test_prefetch_keeps_the_order_and_ends():
