@@ -4,13 +4,12 @@ The part after a colon picks a variant: `--config configs/in1k.py:vit_l,res=336`
 set beside it, `--config.total_steps=100`. The same command resumes an interrupted run.
 """
 
-import gc
 import os
 import re
 import sys
 from typing import NoReturn
 
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import config_flags
 
 FLAGS = flags.FLAGS
@@ -40,7 +39,7 @@ def fail(message: str) -> NoReturn:
 def parse(argv: list[str]) -> list[str]:
     """Parses flags; a mistake in them ends in one line."""
     from cropr_jax.errors import ConfigError
-    from cropr_jax.train import config_file
+    from cropr_jax.host import config_file
 
     given = [i for i, word in enumerate(argv) if re.fullmatch(r"--?config(=.*)?", word)]
     try:
@@ -53,33 +52,16 @@ def parse(argv: list[str]) -> list[str]:
         fail(config_file.reason(error))
 
 
-def set_up(cache_dir: str, cpu_devices: int | None) -> None:
-    """What must be set before the first array: devices, and where compiled programs are kept."""
-    import jax
-
-    from cropr_jax.train import sharding
-
-    # Tracing makes and drops many small objects beside the many that imports leave for good:
-    # looking through all of these as often as Python does by default makes a start 15 % longer.
-    gc.set_threshold(50_000, 20, 100)
-    sharding.split_cpu(cpu_devices)
-    # Orbax reports each save in a dozen lines, JAX every backend that it did not find.
-    logging.set_verbosity(logging.WARNING)
-    if cache_dir and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache_dir))
-        # Small programs too: of a model in hundreds of them, most compile in less than a second.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
 def main(argv: list[str]) -> None:
     from cropr_jax.errors import ConfigError
 
     try:
         if len(argv) > 1:
             raise ConfigError(f"unknown argument '{argv[1]}': options start with --")
-        set_up(FLAGS.cache_dir, FLAGS.config.get("cpu_devices"))
         from cropr_jax import train
+        from cropr_jax.train import processes
 
+        processes.set_up(FLAGS.cache_dir, FLAGS.config.get("cpu_devices"))
         workdir = FLAGS.workdir or default_workdir(FLAGS["config"].config_filename)
         if FLAGS.print_config:
             print(FLAGS.config.to_json_best_effort(indent=2))

@@ -29,18 +29,18 @@ eva02_l, and those of 12 blocks twice its R.
 
 from ml_collections import ConfigDict
 
-from configs import common, common_segmentation
+from configs import base, segmentation
 
 # In 64 x 64 blocks of 16 pixels; 12 blocks have half as many sites.
 RATES = {24: 40, 12: 80}
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-    arg = common_segmentation.parse_arg(arg, ("eva02_l", "eva02_ti", "eva02_s", "eva02_b"))
+    arg = segmentation.parse_arg(arg, ("eva02_l", "eva02_ti", "eva02_s", "eva02_b"))
     pruned = arg.reduction != "none"
-    res = common_segmentation.size(arg.res, str(common.LOCAL_RES) if arg.runlocal else "512")
+    res = segmentation.size(arg.res, str(base.LOCAL_RES) if arg.runlocal else "512")
     # The released code has mean and deviation 0.5, the weights were trained with CLIP's: norm=clip.
-    config = common_segmentation.base(arg, res)
+    config = segmentation.make(arg, res)
     config.data.update({"name": "ade20k", "workers": 8})
     config.data.eval = {"validation": "validation"}
     # As released: the long side of the image is 512 at ratio 1. Segmenter, which the paper follows,
@@ -69,9 +69,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     # the former.
     config.curriculum.update({"epochs": 32.0 if pruned else 0.0, "start": 0})
 
-    depth = common_segmentation.spec(arg).depth
+    depth = segmentation.spec(arg).depth
     rate = RATES[depth] * res[0] * res[1] // 512**2
-    config.model = common_segmentation.model(arg, res, rate)
+    config.model = segmentation.model(arg, res, rate)
     config.model.update(
         {
             "num_classes": 150,
@@ -84,4 +84,4 @@ def get_config(arg: str | None = None) -> ConfigDict:
             "dtype": "bfloat16",
         }
     )
-    return common.finish(config, arg)
+    return base.finish(config, arg)

@@ -11,7 +11,7 @@ pooling with every method. `docs/results` has what was measured.
 
 from ml_collections import ConfigDict
 
-from configs import common
+from configs import arguments, base, fine_tuning
 from cropr_jax.models import VARIANTS
 
 SOURCES = {
@@ -22,14 +22,14 @@ RATES = {"vit_ti": 5, "vit_s": 5, "vit_b": 5, "vit_l": 2}
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-    arg = common.parse_arg(
+    arg = arguments.parse_arg(
         arg, variants=("vit_ti", "vit_s", "vit_b", "vit_l"), source="arrays", norm="half"
     )
-    config = common.base(arg)
-    return common.fine_tuning(
+    config = base.make(arg)
+    return fine_tuning.make(
         config,
         arg,
-        data=common.pick("source", arg.source, SOURCES),
+        data=arguments.pick("source", arg.source, SOURCES),
         spec=VARIANTS[arg.variant.removeprefix("vit_")],
         rate=RATES[arg.variant],
         res=arg.res or 128,

@@ -11,17 +11,17 @@ ImageNet's mean and standard deviation (MAE, DeiT) rather than 0.5 (AugReg, BEiT
 
 from ml_collections import ConfigDict
 
-from configs import common
+from configs import arguments, base, fine_tuning
 from cropr_jax.models import VARIANTS
 
 RATES = {"vit_b": 16, "vit_ti": 16, "vit_s": 16, "vit_l": 8}
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-    arg = common.parse_arg(arg, variants=("vit_b", "vit_ti", "vit_s", "vit_l"), norm="half")
-    config = common.base(arg)
+    arg = arguments.parse_arg(arg, variants=("vit_b", "vit_ti", "vit_s", "vit_l"), norm="half")
+    config = base.make(arg)
     res = arg.res or 224
-    return common.fine_tuning(
+    return fine_tuning.make(
         config,
         arg,
         data={"source": "image_folder", "name": "image_folder", "env": "IMAGE_FOLDER"},

@@ -39,7 +39,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs import common
+from configs import arguments, base, methods
 from cropr_jax.models import VARIANTS, eva02
 
 ROUTER_EPOCHS = 5.0
@@ -105,10 +105,10 @@ EVA02: dict[str, dict[str, Any]] = {
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-    arg = common.parse_arg(
+    arg = arguments.parse_arg(
         arg, variants=("vit_l", "vit_ti", "vit_s", "vit_b", "vit_h", *sorted(EVA02))
     )
-    config = common.base(arg)
+    config = base.make(arg)
     config.data.update({"name": "imagenet2012", "eval": {"test": "validation"}, "workers": 16})
     config.preprocess.train.rand_augment = "rand-m9-mstd0.5-inc1"
     if arg.variant in EVA02:
@@ -118,7 +118,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     if arg.train == "routers":  # not measured: they learn fast, and each epoch is a forward pass
         config.total_epochs = ROUTER_EPOCHS
         config.optimizer.warmup_epochs = ROUTER_EPOCHS / 10
-    return common.finish(config, arg)
+    return base.finish(config, arg)
 
 
 def mae_recipe(config: ConfigDict, arg: Any) -> None:
@@ -156,7 +156,7 @@ def mae_recipe(config: ConfigDict, arg: Any) -> None:
             "num_classes": 1000,
             # The released code averages over all tokens with CLS; MAE leaves CLS out
             # ('mean_patches').
-            "pool": common.pool(arg, "mean_all"),
+            "pool": methods.pool(arg, "mean_all"),
             "drop_path": drop_path,
             # The released code never drops the last block of a pruned model, LLF or not; the paper
             # gives the reason for LLF: fusion must happen in every step.
@@ -167,7 +167,7 @@ def mae_recipe(config: ConfigDict, arg: Any) -> None:
             "remat": False,
             "attention": "auto",
             # The paper scales R with the number of patches: 8, 18, 32 at 224, 336, 448.
-            "reduction": common.reduction(arg, rate * res * res // 224**2, patches),
+            "reduction": methods.reduction(arg, rate * res * res // 224**2, patches),
         }
     )
 
@@ -177,14 +177,14 @@ def eva02_recipe(config: ConfigDict, arg: Any) -> None:
     recipe = EVA02[arg.variant]
     spec = eva02.VARIANTS[arg.variant.removeprefix("eva02_")]
     pruned = arg.reduction != "none"
-    res = arg.res or (common.LOCAL_RES if arg.runlocal else recipe["res"])
+    res = arg.res or (base.LOCAL_RES if arg.runlocal else recipe["res"])
 
     config.total_epochs = recipe["epochs"]
     config.batch_size = recipe["batch_size"]
     config.accum_steps = recipe["accum"]["pruned" if pruned else "unpruned"]
     # The statistics that EVA-02 was pretrained with, and no margin around the crop. (timm's own
     # evaluation of the models of 448 pixels squashes the whole image into the square.)
-    config.preprocess.update({"res": (res, res), **common.CLIP, "crop_ratio": 1.0})
+    config.preprocess.update({"res": (res, res), **base.CLIP, "crop_ratio": 1.0})
     # Neither random erasing nor colour jitter, mixup nor CutMix.
     config.mixup.label_smoothing = recipe["label_smoothing"]
     config.optimizer.update(
@@ -210,7 +210,7 @@ def eva02_recipe(config: ConfigDict, arg: Any) -> None:
             "image_size": (res, res),
             "num_classes": 1000,
             # As EVA-02 was fine-tuned; the released Cropr averages over CLS too, on MAE's ViTs.
-            "pool": common.pool(arg, "mean_patches"),
+            "pool": methods.pool(arg, "mean_patches"),
             "drop_path": recipe["drop_path"],
             # As in the released code: the last block of a pruned model is never dropped.
             "drop_path_last_block": 0.0 if pruned else recipe["drop_path"],
@@ -220,7 +220,7 @@ def eva02_recipe(config: ConfigDict, arg: Any) -> None:
             "remat": False,
             "attention": "auto",
             # R grows with the number of patches, as the paper has it for ViT-L.
-            "reduction": common.reduction(
+            "reduction": methods.reduction(
                 arg, recipe["rate"] * res**2 // recipe["res"] ** 2, (res // spec.patch) ** 2
             ),
         }

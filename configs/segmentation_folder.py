@@ -16,18 +16,18 @@ and pixel accuracy on the annotations at their own size.
 
 from ml_collections import ConfigDict
 
-from configs import common, common_segmentation
+from configs import base, segmentation
 
 # Share of the patches that all sites together prune.
 PRUNED = 0.8
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
-    arg = common_segmentation.parse_arg(arg, ("vit_ti", *common_segmentation.SPECS))
+    arg = segmentation.parse_arg(arg, ("vit_ti", *segmentation.SPECS))
     if arg.variant.startswith("eva02") and not arg.norm:
         arg.norm = "clip"
-    res = common_segmentation.size(arg.res, "256")
-    config = common_segmentation.base(arg, res)
+    res = segmentation.size(arg.res, "256")
+    config = segmentation.make(arg, res)
     config.data.update(
         {
             "source": "segmentation_folder",
@@ -45,7 +45,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.optimizer.update(
         {"lr": 5e-4, "lr_reference": 8, "warmup_epochs": 1.0, "layer_decay": 0.75}
     )
-    patches = res[0] * res[1] // common_segmentation.PATCH**2
-    sites = common_segmentation.spec(arg).depth - 2
-    config.model = common_segmentation.model(arg, res, int(PRUNED * patches / sites))
-    return common.finish(config, arg)
+    patches = res[0] * res[1] // segmentation.PATCH**2
+    sites = segmentation.spec(arg).depth - 2
+    config.model = segmentation.model(arg, res, int(PRUNED * patches / sites))
+    return base.finish(config, arg)

@@ -21,9 +21,9 @@ from einops import rearrange
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, Key
 
-from cropr_jax import rng, routing
-from cropr_jax.layers import Dtype, LayerNorm, Mlp, normal_init
-from cropr_jax.reducers.base import Context, Pruner, SiteSizes
+from cropr_jax.core import rng, routing
+from cropr_jax.core.layers import Dtype, LayerNorm, Mlp, normal_init
+from cropr_jax.core.reducer import Context, Pruner, SiteSizes
 from cropr_jax.tokens import Tokens
 
 # Folded into a site's key for the choice of the queries that train.
@@ -232,7 +232,7 @@ class Cropr(Pruner):
 
     @property
     def describe_losses(self) -> str:
-        return "auxiliary cross-entropy of each site"
+        return "auxiliary loss of each site"
 
     @property
     def needs(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cropr_jax.errors import ConfigError
-from cropr_jax.version import __version__
+from cropr_jax.host.version import __version__
 
 LAYOUT = 1  # of the artefact; a reader refuses a later one
 

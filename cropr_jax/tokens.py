@@ -3,6 +3,8 @@
 Letters: b batch, p prefix tokens (CLS; p >= 0), m patch tokens, d width, h and w patch grid.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +15,10 @@ from jaxtyping import Array, Float, Int
 # Fields are not annotated with shapes: a pytree is also built from shardings, `ShapeDtypeStruct`s
 # and other leaves that are no arrays.
 Leaf = Any
+
+# Marks of fields with an entry for each token (prefix tokens first), or for each patch token: all
+# that moves tokens goes by them.
+PER_TOKEN, PER_PATCH = {"per": "token"}, {"per": "patch"}
 
 # Added to the attention logits of padding. Finite: a row of -inf alone would turn into NaN.
 MASKED = -1e9
@@ -39,16 +45,21 @@ class Tokens:
       proportional: whether self-attention counts a token as often as `size` says; static.
     """
 
-    x: Leaf
-    index: Leaf
-    position: Leaf = None
-    size: Leaf = None
-    valid: Leaf = None
+    x: Leaf = struct.field(metadata=PER_TOKEN)
+    index: Leaf = struct.field(metadata=PER_PATCH)
+    position: Leaf = struct.field(metadata=PER_PATCH, default=None)
+    size: Leaf = struct.field(metadata=PER_TOKEN, default=None)
+    valid: Leaf = struct.field(metadata=PER_TOKEN, default=None)
     group: Leaf = None
-    policy: Leaf = None
+    policy: Leaf = struct.field(metadata=PER_TOKEN, default=None)
     grid: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
     prefix: int = struct.field(pytree_node=False, default=0)
     proportional: bool = struct.field(pytree_node=False, default=True)
+
+    def moving(self) -> dict[str, jax.Array]:
+        """Fields with an entry for each token or patch token, those that are None left out."""
+        named = {field.name: getattr(self, field.name) for field in moving_fields()}
+        return {name: value for name, value in named.items() if value is not None}
 
     @property
     def patches(self) -> int:
@@ -78,6 +89,12 @@ class Tokens:
         if self.valid is not None:
             bias = jnp.where(self.valid, 0.0 if bias is None else bias, MASKED)
         return bias
+
+
+@functools.cache
+def moving_fields() -> tuple[dataclasses.Field, ...]:
+    """Fields of `Tokens` with an entry for each token or patch token."""
+    return tuple(field for field in dataclasses.fields(Tokens) if "per" in field.metadata)
 
 
 def unmerge(x: Float[Array, "b m d"], group: Int[Array, "b g"]) -> Float[Array, "b g d"]:
@@ -131,5 +148,4 @@ def concatenate(first: Tokens, *others: Tokens) -> Tokens:
             raise ValueError(f"tokens with and without {name!r} cannot be concatenated")
         return jnp.concatenate(values, axis=1)
 
-    fields = ("x", "index", "position", "size", "valid")
-    return first.replace(**{name: join(name) for name in fields})
+    return first.replace(**{field.name: join(field.name) for field in moving_fields()})

@@ -20,7 +20,14 @@ VIT = {
     "num_classes": 5,
     "pool": "mean_patches",
 }
-EVA02 = {k: v for k, v in VIT.items() if k != "pool"} | {"name": "eva02"}
+
+
+def without_pool(fields):
+    """What a model of another head, or EVA-02 with its own pool, has of a ViT's fields."""
+    return {name: value for name, value in fields.items() if name != "pool"}
+
+
+EVA02 = without_pool(VIT) | {"name": "eva02"}
 CROPR = {"reduction": {"name": "cropr", "rate": 3, "fusion": "none"}}
 
 

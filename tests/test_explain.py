@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 from PIL import Image
-from test_inference import CONFIG, PREPROCESS, make
+from tasks.test_predictor import CONFIG, PREPROCESS, make
 
 from cropr_jax import explain
 from cropr_jax.errors import ConfigError
-from cropr_jax.inference import Predictor
+from cropr_jax.tasks.classification.predictor import ClassificationPredictor
 
 
 def test_explain(tmp_path, monkeypatch, capsys):
-    predictor = Predictor.from_model(*make(), PREPROCESS, tuple("abcdefg"))
+    predictor = ClassificationPredictor.from_model(*make(), PREPROCESS, tuple("abcdefg"))
     monkeypatch.setattr(explain, "load", {"run": predictor}.get)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "cat.png")
@@ -24,12 +24,12 @@ def test_explain(tmp_path, monkeypatch, capsys):
     assert line.startswith(f"{tmp_path / 'cat.png'}: {best[0][0]} {best[0][1]:.1%}, ")
     assert line.count("%") == 5
 
-    found = explain.explain(predictor, [pixels], output, labels=[2])
+    found = predictor.explain([pixels], output, [2])
     assert found[0][0][0] == best[0][0]
 
 
 def test_unpruned_model_has_nothing_to_show(tmp_path):
     model, params = make(reduction=CONFIG["reduction"] | {"name": "none"})
-    predictor = Predictor.from_model(model, params, PREPROCESS)
+    predictor = ClassificationPredictor.from_model(model, params, PREPROCESS)
     with pytest.raises(ConfigError, match="'none' prunes no patches"):
-        explain.explain(predictor, [np.zeros((20, 30, 3), np.uint8)], tmp_path / "out.png")
+        predictor.explain([np.zeros((20, 30, 3), np.uint8)], tmp_path / "out.png")

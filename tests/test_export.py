@@ -20,9 +20,11 @@ from cropr_jax import export, models
 from cropr_jax.convert.timm import params_from_state_dict
 from cropr_jax.errors import ConfigError
 from cropr_jax.exported import load_exported
-from cropr_jax.inference import Predictor
+from cropr_jax.models.export import tokens_after
 from cropr_jax.reducers.registry import REDUCERS
-from cropr_jax.train import checkpoints, optimizer
+from cropr_jax.runs import checkpoints
+from cropr_jax.tasks.predictor import Predictor
+from cropr_jax.train.state import TrainState
 
 CONFIG = {
     "width": 32,
@@ -162,7 +164,7 @@ def test_describes_itself(tmp_path, exported):
 )
 def test_counts_tokens_after_each_block(fields, removed):
     model = models.create(CONFIG | fields)
-    assert export.tokens_after(model) == [25 - count for count in removed]
+    assert tokens_after(model) == [25 - count for count in removed]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_names_the_missing_package(tmp_path, monkeypatch, format, package):
     loaded = [
         name
         for name in sys.modules
-        if name.startswith(("jax._src.export.serialization", "cropr_jax.to_onnx"))
+        if name.startswith(("jax._src.export.serialization", "cropr_jax.models.to_onnx"))
     ]
     for name in loaded:
         monkeypatch.delitem(sys.modules, name)
@@ -286,10 +288,10 @@ def write_run(workdir, fields):
     """A work directory with one checkpoint; returns its predictor."""
     predictor = make(json.dumps(fields))
     model = models.create(CONFIG | fields)
-    state = optimizer.TrainState(jnp.int32(5), random_params(model), {}, None)
-    with checkpoints.Checkpoints(workdir) as writer:
+    state = TrainState(jnp.int32(5), random_params(model), {}, None)
+    with checkpoints.Checkpoints(workdir, "top1") as writer:
         writer.save(5, state)
-    config = {"model": CONFIG | fields, "preprocess": PREPROCESS}
+    config = {"task": "classification", "model": CONFIG | fields, "preprocess": PREPROCESS}
     (workdir / "config.json").write_text(json.dumps(config))
     (workdir / "run.json").write_text(json.dumps({"class_names": list("abcdefg")}))
     return predictor

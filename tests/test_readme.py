@@ -2,8 +2,10 @@
 
 import re
 
+import numpy as np
 import pytest
 from conftest import REPOSITORY
+from PIL import Image
 
 README = REPOSITORY / "README.md"
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
@@ -23,7 +25,7 @@ def test_set_up_commands_come_first():
 
 def test_python_blocks_run(capsys):
     blocks = python_blocks(README.read_text())
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names = {"__name__": "readme"}
     exec(compile(blocks[0], str(README), "exec"), names)
     assert names["logits"].shape == (2, 10)
@@ -37,6 +39,20 @@ def test_python_blocks_run(capsys):
     # Prefix 1, R 3 and LLF: 4 and 3 of 16 patches go after the first two of four blocks.
     assert [(names["out"]["pruned_after"] == block).sum() for block in (0, 1, 2)] == [9, 4, 3]
     assert capsys.readouterr().out.count("[") >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+def test_train_load_predict(tmp_path, monkeypatch):
+    """The third block, with two steps on made-up images, and another picture."""
+    block = python_blocks(README.read_text())[2]
+    assert len([line for line in block.splitlines() if line]) == 6
+    Image.fromarray(np.full((20, 30, 3), 90, np.uint8)).save(tmp_path / "cat.jpg")
+    config = str(REPOSITORY / "configs" / "digits.py:runlocal")
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "readme"}
+    exec(block.replace("configs/digits.py", config), names)
+    assert names["logits"].shape == (1, 10) and names["out"]["pruned_after"].shape == (1, 8, 8)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))

@@ -4,10 +4,12 @@ import pytest
 from test_configs import get_config
 
 from cropr_jax import models
+from cropr_jax.core.fusion import DENSE_FUSIONS, NEW_BLOCKS
 from cropr_jax.errors import ConfigError
-from cropr_jax.fusion import DENSE_FUSIONS, NEW_BLOCKS
 from cropr_jax.reducers.registry import REDUCERS
-from cropr_jax.train import card, fields, recipe, schedules
+from cropr_jax.tasks.segmentation.task import Segmentation
+from cropr_jax.train import card, fields, recipe
+from cropr_jax.train.learning_rate import WarmupCosine
 
 NAMES = ("ade20k", "segmentation_folder")
 PRUNERS = ("none", *(name for name, made in REDUCERS.items() if not made().refuses_fusion))
@@ -25,7 +27,7 @@ def test_every_method_and_fusion_shrinks(name):
         if name == "ade20k" and not REDUCERS.get(arg[10:], REDUCERS["cropr"]).keeps_positions:
             continue
         config = get_config(name, f"{arg},runlocal")
-        fields.check_names(fields.plain(config))
+        fields.check_names(fields.plain(config), Segmentation)
         model = create(config)
         key, _, value = arg.partition("=")
         assert getattr(model, key) == value
@@ -38,7 +40,7 @@ def test_every_method_and_fusion_shrinks(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_resolves_down_to_the_optimizer(name):
     resolved = recipe.resolve(get_config(name, "runlocal"))
-    assert resolved.mixing is None and resolved.task is recipe.tasks.segmentation
+    assert "mixup" not in resolved.config and isinstance(resolved.task, Segmentation)
     assert len(resolved.class_names) == resolved.model.num_classes
 
 
@@ -132,7 +134,7 @@ def test_head_and_task_go_together():
     with pytest.raises(ConfigError, match=r"power: found 0\.0, expected a positive number"):
         recipe.resolve(config)
     config.optimizer.schedule = "cosine"  # which has no power
-    assert isinstance(recipe.resolve(config).schedule, schedules.WarmupCosine)
+    assert isinstance(recipe.resolve(config).training.learning_rate, WarmupCosine)
 
 
 def test_every_class_has_a_name():

@@ -2,6 +2,8 @@
 
 from ml_collections import config_dict
 
+MAP_SIZE = (8, 12)
+
 
 def get_config(arg: str = "") -> config_dict.ConfigDict:
     """Eight steps on made-up images; `arg` may be 'reduction=NAME'."""
@@ -79,3 +81,28 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
             },
         }
     )
+
+
+def segmentation_config(curriculum=None):
+    """The same of made-up maps: images of 8 x 12 pixels, 4 x 6 patches."""
+    config = get_config()
+    with config.unlocked():
+        del config["mixup"]
+        config.task = "segmentation"
+        config.data.update({"source": "fake_segmentation", "image_size": MAP_SIZE})
+        config.preprocess = {
+            "res": MAP_SIZE,
+            "mean": (0.5, 0.5, 0.5),
+            "std": (0.5, 0.5, 0.5),
+            "train": {
+                "resize_base": (12, 8),
+                "ratio_range": (0.5, 2.0),
+                "cat_max_ratio": 0.75,
+                "flip": True,
+                "photometric": True,
+            },
+        }
+        config.model.update({"head": "segmentation", "image_size": MAP_SIZE})
+        config.optimizer.update({"schedule": "poly", "power": 0.9})
+        config.curriculum = curriculum or {"epochs": 0}
+    return config

@@ -3,8 +3,9 @@
 import jax
 import numpy as np
 
-from cropr_jax import models, schedule
+from cropr_jax import models
 from cropr_jax.convert.timm import from_state_dict
+from cropr_jax.core import schedule
 
 TOKENS = 5e-5
 

@@ -8,10 +8,14 @@ import numpy as np
 from conftest import random_params
 from jax.sharding import Mesh
 
-from cropr_jax import models, tasks
-from cropr_jax.train import checkpoints, mixup, optimizer
-from cropr_jax.train.optimizer import flatten
-from cropr_jax.train.schedules import WarmupCosine
+from cropr_jax import models
+from cropr_jax.core.trees import flatten
+from cropr_jax.runs import checkpoints
+from cropr_jax.tasks.classification.mixup import MixupConfig
+from cropr_jax.tasks.classification.task import Classification
+from cropr_jax.train import optimizer
+from cropr_jax.train.learning_rate import WarmupCosine
+from cropr_jax.train.state import create_state
 from cropr_jax.train.step import Step
 
 
@@ -20,20 +24,19 @@ def mesh_of(data, fsdp):
     return Mesh(devices, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def make_step(model, mesh, accum_steps=1, freeze=(), group=16, teacher=None, **kwargs):
+def make_step(model, mesh, accum_steps=1, freeze=(), group=16, teacher=None, task=None, **kwargs):
+    """A step of the task, by default classification with mixup in groups of so many images."""
     names = list(flatten(models.abstract_params(model)))
-    trainable = optimizer.trainable_names(names, freeze)
-    schedule = WarmupCosine(1e-2, 1e-6, 1, 10)
+    trainable = optimizer.trainable(names, freeze)
+    rate = WarmupCosine(1e-2, 1e-6, 1, 10)
     return Step(
         model=model,
-        task=tasks.get("classification"),
-        optimizer=optimizer.adamw(trainable, model.depth, schedule, layer_decay=0.75, **kwargs),
-        schedule=schedule,
+        task=task or Classification(MixupConfig(group=group)),
+        optimizer=optimizer.adamw(trainable, model.depth, rate, layer_decay=0.75, **kwargs),
+        learning_rate=rate,
         trainable=trainable,
-        mixing=mixup.MixupConfig(group=group),
         accum_steps=accum_steps,
         ema=None,
-        seed=0,
         mesh=mesh,
         teacher=teacher,
     )
@@ -43,10 +46,10 @@ def start(step):
     """A state with random parameters, and no teacher's."""
 
     @jax.jit
-    def state(params):
-        return optimizer.create_state(params, step.optimizer, step.trainable, ema=False)
+    def made(params):
+        return create_state(params, step.optimizer, step.trainable, ema=False)
 
-    return state(random_params(step.model))
+    return made(random_params(step.model))
 
 
 def assert_close(got, expected, atol):

@@ -17,11 +17,12 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from cropr_jax import cli
 from cropr_jax.bench import floor, methods, report, spec, throughput
 from cropr_jax.bench.programs import INFERENCE, STAGES
 from cropr_jax.errors import ConfigError
-from cropr_jax.models import DTYPES, choose
+from cropr_jax.host import cli
+from cropr_jax.host.messages import check_choice
+from cropr_jax.models import DTYPES
 
 ATTENTION = ("auto", "xla", "cudnn")
 
@@ -146,6 +147,21 @@ def run_group(
     print(report.table(rows, refused), flush=True)
 
 
+def split_cpu(configs: Sequence[str]) -> None:
+    """Makes the devices on which the configs train, of a machine without accelerators.
+
+    Raises:
+      ConfigError: if they ask for different ones.
+    """
+    from cropr_jax.train import sharding
+
+    asked = {spec.training_fields(config).get("cpu_devices") for config in configs}
+    if len(asked) > 1:
+        raise ConfigError(f"--config: cpu_devices are {asked}; time these configs one by one")
+    for devices in asked:
+        sharding.split_cpu(devices)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line.
 
@@ -160,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.input:
         run_input(args.config)
         return
+    if "train" in args.stage:
+        split_cpu(args.config)
     groups = []
     for config, precision, attention in itertools.product(
         args.config, args.precision, args.attention
@@ -167,10 +185,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = methods.Settings(
             reductions=args.reduction,
             batch_size=args.batch_size,
-            precision=choose("precision", precision, DTYPES),
-            attention=choose("attention", attention, ATTENTION),
+            precision=check_choice("precision", precision, DTYPES),
+            attention=check_choice("attention", attention, ATTENTION),
             rounds=args.rounds,
-            stages=tuple(choose("stage", stage, STAGES) for stage in args.stage),
+            stages=tuple(check_choice("stage", stage, STAGES) for stage in args.stage),
         )
         groups.append((config, *check_methods(config, settings)))
     file = report.Report(args.json)

@@ -18,12 +18,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from cropr_jax import cli, models
-from cropr_jax.bench import methods, throughput
+from cropr_jax import models, tasks
+from cropr_jax.bench import methods, spec, throughput
 from cropr_jax.bench.programs import Weights
 from cropr_jax.errors import ConfigError
 from cropr_jax.exported import load_exported, needs
-from cropr_jax.inference import Predictor
+from cropr_jax.host import cli
+from cropr_jax.tasks.predictor import Predictor
 
 Call = Callable[[UInt8[np.ndarray, "b h w 3"]], Float[np.ndarray, "b c"]]
 
@@ -116,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     model = methods.create(args.config, args.reduction, methods.Settings())
     params = Weights().fill(models.abstract_params(model))
-    predictor = Predictor.from_model(model, params, PREPROCESS)
+    task = tasks.get(spec.training_fields(args.config)["task"])
+    predictor = task.predictor.from_model(model, params, PREPROCESS)
     with tempfile.TemporaryDirectory() as folder:
         calls = contestants(predictor, Path(folder))
         for size in args.batch_size:

@@ -78,19 +78,22 @@ def input_benchmark(
 
 
 def _rate(config: Mapping[str, Any], workers: int, seconds: float) -> float:
+    from cropr_jax import tasks
     from cropr_jax.data import pipeline
+    from cropr_jax.data.open import Splits
 
     # Small batches, so that a short measurement holds many; the work for an image is the same.
     batch_size = min(config["batch_size"], 32)
     data = {**config["data"], "workers": workers}
-    batches = pipeline.train_batches({**config, "data": data, "batch_size": batch_size})
+    examples = tasks.create(config).training(config["preprocess"], Splits(data).train)
+    batches = pipeline.train_batches({**config, "data": data, "batch_size": batch_size}, examples)
     try:
         # Workers fill their buffers while they start; these batches would count as if made in time.
         for _ in range(4 * workers):
             next(batches)
         start, images = time.perf_counter(), 0
         while time.perf_counter() - start < seconds:
-            images += len(next(batches)["label"])
+            images += len(next(batches)["id"])
         return images / (time.perf_counter() - start)
     finally:
         batches.close()

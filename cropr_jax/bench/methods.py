@@ -7,7 +7,7 @@ from cropr_jax import models
 from cropr_jax.bench import spec
 from cropr_jax.bench.programs import differs
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.vit import ViT
+from cropr_jax.models import Trunk
 from cropr_jax.reducers.registry import OF_FUSIONS, REDUCERS
 
 
@@ -32,7 +32,7 @@ class Settings:
     stages: tuple[str, ...] = ("slim",)
 
 
-def create(config: str, reduction: str, settings: Settings) -> ViT:
+def create(config: str, reduction: str, settings: Settings) -> Trunk:
     """The training form of a method's model, without Last Layer Fusion if the method refuses it.
 
     Raises:
@@ -47,7 +47,7 @@ def create(config: str, reduction: str, settings: Settings) -> ViT:
     return models.create(spec.fit_fusion(fields))
 
 
-def create_all(config: str, settings: Settings) -> dict[str, ViT]:
+def create_all(config: str, settings: Settings) -> dict[str, Trunk]:
     """The training forms of all methods that are timed, by name; raises as `create`."""
     return {name: create(config, name, settings) for name in settings.reductions}
 
@@ -61,10 +61,9 @@ def every_method(config: str, settings: Settings) -> tuple[tuple[str, ...], dict
     Raises:
       ConfigError: if none can.
     """
-    create(config, "none", settings)
+    base = create(config, "none", settings)
     names = [*REDUCERS]
-    if spec.model_fields(config).get("head") == "segmentation":
-        names += OF_FUSIONS
+    names += [name for name in OF_FUSIONS if name in base.fusions]
     made, refused = ["none"], {}
     for name in names:
         try:
@@ -77,7 +76,7 @@ def every_method(config: str, settings: Settings) -> tuple[tuple[str, ...], dict
     return tuple(made), refused
 
 
-def entrants(made: Mapping[str, ViT], stages: Sequence[str]) -> list[tuple[str, str]]:
+def entrants(made: Mapping[str, Trunk], stages: Sequence[str]) -> list[tuple[str, str]]:
     """Methods with their stages; one in which a method is the slim form is timed as that, once."""
     return [
         (name, stage)

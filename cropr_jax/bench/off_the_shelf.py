@@ -13,29 +13,30 @@ import argparse
 import dataclasses
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
-from cropr_jax import cli, models
-from cropr_jax.bench import flops, paired, report, untrained
-from cropr_jax.bench.ranking import ranks, read_images
+from cropr_jax import models
+from cropr_jax.bench import paired, report, untrained
+from cropr_jax.bench.ranking import Images, ranks, read_images
 from cropr_jax.bench.untrained import Variant
 from cropr_jax.convert import architecture
 from cropr_jax.convert.load import load
 from cropr_jax.convert.timm import check_match
+from cropr_jax.core import trees
+from cropr_jax.core.fusion import POOLED_FUSIONS
 from cropr_jax.errors import ConfigError
-from cropr_jax.fusion import POOLED_FUSIONS
-from cropr_jax.models.vit import ViT
+from cropr_jax.host import cli
+from cropr_jax.models import Trunk, costs
 
 CROP_RATIO = 0.9  # shorter side 248 at 224, as the AugReg checkpoints are tested
 
 
-def make_row(variant: Variant, model: ViT, found: Sequence[np.ndarray], base: Any) -> report.Row:
+def make_row(variant: Variant, model: Trunk, found: Sequence[np.ndarray], base: Any) -> report.Row:
     """A row of the table.
 
     Args:
@@ -47,12 +48,12 @@ def make_row(variant: Variant, model: ViT, found: Sequence[np.ndarray], base: An
     Returns:
       Accuracies and differences as fractions; `ranks` has one digit per image and seed.
     """
-    macs = flops.count(model)
+    facts = costs.facts(model)
     row = dataclasses.asdict(variant) | {
         "removed": model.schedule.removed,
         "sites": len(model.schedule.sites),
-        "macs_linear": macs.linear,
-        "macs_all": macs.all,
+        "macs_linear": facts["macs_linear"],
+        "macs_all": facts["macs_all"],
         "ranks": ["".join(map(str, np.minimum(each, paired.LAST_RANK))) for each in found],
     }
     for top in (1, 5):
@@ -143,13 +144,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line.
+def check(args: argparse.Namespace) -> None:
+    """Refuses arguments that cannot be, before anything is read.
 
     Raises:
-      ConfigError: on what the user has to mend, before anything is compiled.
+      ConfigError: naming the argument.
     """
-    args = parser().parse_args(argv)
     for name in ("seeds", "batch_size"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name}: found {getattr(args, name)}, expected at least 1")
@@ -158,20 +158,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--data: ratio {ratio} of '{path}', expected one in (0, 1] or none")
     if not args.weights.is_file():
         raise ConfigError(f"--weights: '{args.weights}' does not exist; expected a file")
-    fields = untrained.model_fields(args.weights, args.heads, args.res)
-    if args.reductions is None:
-        args.reductions = untrained.parameter_free(fields)
-    elif "none" in args.reductions:
-        raise ConfigError("--reductions: 'none' is always measured; leave it out")
-    made, unreachable = untrained.plan(fields, args.reductions, args.rates, args.fusion)
-    params = unflatten_dict(load(str(args.weights), made[Variant()]).params, sep="/")
-    for model in {variant.reduction: model for variant, model in made.items()}.values():
-        # Methods with parameters of their own (Cropr) need training and are refused here.
-        check_match(params, models.abstract_params(model))
-    images = read_images(args.data, made[Variant()])
 
+
+def open_report(args: argparse.Namespace, images: Images) -> report.Report:
+    """The file of results, if it is of the same weights and images.
+
+    Raises:
+      ConfigError: if it is of others.
+    """
     file = report.Report(args.json)
-    normalize = (args.mean, args.std)
     about = {
         "weights": {
             "name": args.weights.name,
@@ -188,8 +183,17 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"--json: '{args.json}' was measured with other {name}: give another file"
             )
     file.put(**about)
+    return file
 
-    params = jax.device_put(params)
+
+def measure(
+    made: Mapping[Variant, Trunk],
+    params: Any,
+    images: Images,
+    file: report.Report,
+    args: argparse.Namespace,
+) -> dict[Variant, report.Row]:
+    """Rows of all variants, the unpruned one first; those that the file has are not measured."""
     rows = {variant_of(row): row for row in file.content["rows"]}
     base = None
     for variant, model in made.items():
@@ -198,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if row is None or len(row.get("ranks", ())) != seeds:
             start = time.perf_counter()
             found = [
-                ranks(model, normalize, params, images, seed, args.batch_size)
+                ranks(model, (args.mean, args.std), params, images, seed, args.batch_size)
                 for seed in range(seeds)
             ]
             row = make_row(variant, model, found, base)
@@ -207,6 +211,30 @@ def main(argv: Sequence[str] | None = None) -> None:
             accuracy = paired.percent(row["top1"])
             cli.say(f"{variant}: top-1 {accuracy} % in {time.perf_counter() - start:.0f} s")
         base = base or row
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line.
+
+    Raises:
+      ConfigError: on what the user has to mend, before anything is compiled.
+    """
+    args = parser().parse_args(argv)
+    check(args)
+    fields = untrained.model_fields(args.weights, args.heads, args.res)
+    if args.reductions is None:
+        args.reductions = untrained.parameter_free(fields)
+    elif "none" in args.reductions:
+        raise ConfigError("--reductions: 'none' is always measured; leave it out")
+    made, unreachable = untrained.plan(fields, args.reductions, args.rates, args.fusion)
+    params = trees.unflatten(load(str(args.weights), made[Variant()]).params)
+    for model in {variant.reduction: model for variant, model in made.items()}.values():
+        # Methods with parameters of their own (Cropr) need training and are refused here.
+        check_match(params, models.abstract_params(model))
+    images = read_images(args.data, made[Variant()])
+    file = open_report(args, images)
+    rows = measure(made, jax.device_put(params), images, file, args)
     rows |= {variant: unreachable_row(variant, why) for variant, why in unreachable.items()}
     file.put(rows=list(rows.values()))
     asked = [rows[variant] for variant in (*made, *unreachable)]

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import traverse_util
 
-from cropr_jax import models, rng
-from cropr_jax.models import Segmenter
-from cropr_jax.models.vit import ViT
+from cropr_jax import models, tasks
+from cropr_jax.core import rng, trees
+from cropr_jax.models import Trunk
 from cropr_jax.reducers.registry import method
-from cropr_jax.slim import cast_params, slim_leaves
-from cropr_jax.tasks import classification, segmentation
+from cropr_jax.train import assemble, sharding
+from cropr_jax.train.state import TrainState, create_state
+from cropr_jax.train.step import jit_train, run_key
 
 # What is timed of a model: three forms of its forward pass, and a training step.
 INFERENCE = ("slim", "all_queries")
 STAGES = (*INFERENCE, "train_form", "train")
 
 
-def differs(model: ViT, stage: str) -> bool:
+def differs(model: Trunk, stage: str) -> bool:
     """Whether a stage of the model is another program than its slim form.
 
     Only some scorers have queries to sum, and a method without losses of its own has no auxiliary
@@ -39,7 +36,7 @@ def differs(model: ViT, stage: str) -> bool:
     return stage == "train_form" and bool(model.make_reducer().describe_losses)
 
 
-def in_form(model: ViT, stage: str) -> ViT:
+def in_form(model: Trunk, stage: str) -> Trunk:
     """The model as a stage runs it.
 
     Args:
@@ -51,8 +48,8 @@ def in_form(model: ViT, stage: str) -> ViT:
     if stage == "slim":
         return model.clone(slim=True)
     if stage == "all_queries":
-        options = dict(model.reducer) | {"sum_first": False}
-        return model.clone(reducer=tuple(sorted(options.items())))
+        options = dict(model.reducer_options) | {"sum_first": False}
+        return model.clone(reducer_options=tuple(sorted(options.items())))
     if stage == "train_form":
         return model.clone(drop_path=0.0, drop_path_last_block=0.0)
     return model
@@ -71,9 +68,9 @@ class Weights:
         Args:
           shapes: nested `jax.ShapeDtypeStruct`s.
         """
-        flat = traverse_util.flatten_dict(dict(shapes), sep="/")
+        flat = trees.flatten(shapes)
         filled = {name: self._leaf(name, leaf.shape) for name, leaf in flat.items()}
-        return traverse_util.unflatten_dict(filled, sep="/")
+        return trees.unflatten(filled)
 
     def _leaf(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         if (name, shape) not in self._leaves:
@@ -129,26 +126,39 @@ class Program:
       batch_size: images of a call.
       trace_seconds: of tracing and lowering.
       compile_seconds: of XLA's compilation.
-      peak_bytes: arguments, outputs and temporaries together, as the compiler plans them.
-      flops: floating point operations of a call as XLA counts them, the body of a loop once; None
-        where it does not.
+      peak_bytes: arguments, outputs and temporaries together, as the compiler plans them for each
+        device.
+      flops: floating point operations of a call, on all devices, as XLA counts them, the body of a
+        loop once; None where it does not.
     """
 
-    def __init__(self, function: Any, batch: tuple[Any, ...], state: Any, pool: Pool | None = None):
+    def __init__(
+        self,
+        function: Any,
+        batch_size: int,
+        batch: tuple[Any, ...],
+        state: Any,
+        pool: Pool | None = None,
+        options: Mapping[str, Any] | None = None,
+        devices: int = 1,
+    ):
         """Compiles `function(state, *batch)`.
 
         Args:
           function: under `jax.jit`.
-          batch: arguments after the state, on the device, the images first.
+          batch_size: images of a call.
+          batch: arguments after the state, on the device.
           state: parameters on the device; with a pool, the shapes of what it holds.
-          pool: where the state is, whose next value is the output of each call.
+          pool: where the state is, whose next value is the first output of each call.
+          options: of XLA's compiler.
+          devices: that share a call.
         """
-        self.batch_size = batch[0].shape[0]
+        self.batch_size = batch_size
         self._state, self._batch, self._pool = state, batch, pool
         start = time.perf_counter()
         lowered = function.lower(state, *batch)
         traced = time.perf_counter()
-        self._compiled = lowered.compile()
+        self._compiled = lowered.compile(compiler_options=options)
         self.trace_seconds, self.compile_seconds = traced - start, time.perf_counter() - traced
         memory = self._compiled.memory_analysis()
         self.peak_bytes = (
@@ -157,7 +167,8 @@ class Program:
             + memory.temp_size_in_bytes
             - memory.alias_size_in_bytes
         )
-        self.flops = self._compiled.cost_analysis().get("flops")
+        of_one = self._compiled.cost_analysis().get("flops")
+        self.flops = None if of_one is None else devices * of_one
 
     def seconds(self, calls: int = 1) -> float:
         """Wall time of a call, the mean over `calls`; no host work but the dispatch is in it."""
@@ -166,14 +177,14 @@ class Program:
         for _ in range(calls):
             output = jax.block_until_ready(self._compiled(state, *self._batch))
             if self._pool:
-                state = output
+                state = output[0]
         mean = (time.perf_counter() - start) / calls
         if self._pool:
             self._pool.put(state)
         return mean
 
 
-def example_batch(model: ViT, batch_size: int) -> tuple[jax.Array, jax.Array]:
+def example_inputs(model: Trunk, batch_size: int) -> tuple[jax.Array, jax.Array]:
     """Made-up normalised images and keys on the device."""
     shape = (batch_size, *model.image_size, 3)
     images = np.random.default_rng(1).standard_normal(shape, np.float32)
@@ -181,24 +192,18 @@ def example_batch(model: ViT, batch_size: int) -> tuple[jax.Array, jax.Array]:
     return jax.device_put(images), keys
 
 
-def example_targets(model: ViT, batch_size: int) -> tuple[ModuleType, Any]:
-    """The model's task, and made-up targets for it on the device."""
-    shape = (batch_size, *(model.image_size if isinstance(model, Segmenter) else ()))
-    labels = jnp.asarray(np.random.default_rng(2).integers(model.num_classes, size=shape))
-    if isinstance(model, Segmenter):
-        return segmentation, segmentation.targets(labels, model)
-    return classification, jax.nn.one_hot(labels, model.num_classes)
-
-
 class Inference:
     """Makes programs of a forward pass, for any batch size, over one set of parameters.
 
     Attributes:
+      smallest: batch size.
       model: in the form that is timed.
       params: on the device, in the dtype in which the model uses them.
     """
 
-    def __init__(self, model: ViT, weights: Weights, stage: str):
+    smallest = 1
+
+    def __init__(self, model: Trunk, weights: Weights, stage: str):
         """Makes up the parameters.
 
         Args:
@@ -207,60 +212,87 @@ class Inference:
           stage: 'slim', 'all_queries' or 'train_form' (see `in_form`).
         """
         self._train = stage == "train_form"
-        params = weights.fill(models.abstract_params(model) if self._train else slim_leaves(model))
+        shapes = models.abstract_params(model) if self._train else models.slim_leaves(model)
+        params = weights.fill(shapes)
         if stage == "slim":
             params = models.slim_params(model, params)
         self.model = in_form(model, stage)
-        self.params = cast_params(self.model, params)
+        self.params = models.cast_params(self.model, params)
 
     def predict(self, params: Any, images: jax.Array, keys: jax.Array) -> Any:
-        """Logits; of the training form also what its losses need, so that it is computed."""
-        logits, out = self.model.apply({"params": params}, images, train=self._train, keys=keys)
-        return (logits, out["sites"]) if self._train else logits
+        """The prediction; of the training form also what its losses need, lest it is left out."""
+        prediction, out = self.model.apply({"params": params}, images, train=self._train, keys=keys)
+        return (prediction, out["sites"]) if self._train else prediction
 
     def compile(self, batch_size: int) -> Program:
         """The program for a batch size."""
-        return Program(jax.jit(self.predict), example_batch(self.model, batch_size), self.params)
+        batch = example_inputs(self.model, batch_size)
+        return Program(jax.jit(self.predict), batch_size, batch, self.params)
+
+
+# A run's length and warm-up decide a scalar in the step, and nothing about its time.
+STEPS, WARMUP = 1000, 10
 
 
 class Training:
-    """Makes programs that take a training step: losses, gradients and AdamW of all parameters.
+    """Makes programs that take a training step, the one that `cropr_jax.train` takes.
 
     Attributes:
+      smallest: batch size.
       model: training form.
     """
 
-    def __init__(self, model: ViT, pool: Pool):
+    def __init__(self, model: Trunk, pool: Pool, config: Mapping[str, Any]):
         """Does nothing on the device.
 
         Args:
           model: training form.
-          pool: for the parameters and their moments.
+          pool: for the state.
+          config: plain values, see `cropr_jax.train.assemble.make_step`; also `task` and
+            `compiler_options`.
+
+        Raises:
+          ConfigError: on a wrong field.
         """
-        self.model = model
-        self._pool = pool
+        self.model, self._pool = model, pool
+        self._options = config.get("compiler_options")
+        # Of the weights of a teacher only the sizes matter.
+        self._learns = model.reduction != "none" and model.make_reducer().needs_teacher
+        teacher = (
+            models.unpruned(model) if self._learns or config.get("targets") == "model" else None
+        )
+        task = tasks.create(config)
+        self._step = assemble.make_step(
+            config, model, task, warmup=WARMUP, total=STEPS, teacher=teacher
+        )
+        # Mixing needs two images.
+        self.smallest = max(jax.device_count() * self._step.accum_steps, 2)
+
+    def _state(self, params: Any, teacher: Any) -> TrainState:
+        step = self._step
+        return create_state(params, step.optimizer, step.trainable, step.ema is not None, teacher)
 
     def compile(self, batch_size: int) -> Program:
         """The program for a batch size."""
-        optimizer = optax.adamw(1e-5, weight_decay=0.05)
-        task, made_up = example_targets(self.model, batch_size)
-
-        def loss(params, images, keys, targets):
-            logits, out = self.model.apply({"params": params}, images, train=True, keys=keys)
-            criterion = functools.partial(task.criterion, targets=targets)
-            extra = self.model.reducer_losses(out, criterion)
-            return task.losses(logits, extra, targets)[0]
-
-        def step(state, images, keys, targets):
-            params, moments = state
-            gradients = jax.grad(loss)(params, images, keys, targets)
-            updates, moments = optimizer.update(gradients, moments, params)
-            return optax.apply_updates(params, updates), moments
-
+        step = self._step
         params = models.abstract_params(self.model)
-        state = params, jax.eval_shape(optimizer.init, params)
+        teacher = None
+        if self._learns and step.teacher is not None:
+            teacher = models.abstract_params(step.teacher)
+        state = jax.eval_shape(self._state, params, teacher)
+        shardings = sharding.state_shardings(state, step.mesh)
         if self._pool.missing(state):
-            made = Weights().fill(params)
-            self._pool.add((made, jax.jit(optimizer.init)(made)))
-        batch = (*example_batch(self.model, batch_size), made_up)
-        return Program(jax.jit(step, donate_argnums=0), batch, state, self._pool)
+            weights = Weights()
+            made = jax.jit(self._state, out_shardings=shardings)
+            self._pool.add(made(weights.fill(params), teacher and weights.fill(teacher)))
+        batch = sharding.place(step.task.example_batch(self.model, batch_size), step.mesh)
+        program = jit_train(step, shardings)
+        return Program(
+            program,
+            batch_size,
+            (batch, run_key(0)),
+            state,
+            self._pool,
+            options=self._options,
+            devices=step.mesh.size,
+        )

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, UInt8
 
-from cropr_jax import rng
+from cropr_jax.core import rng
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.vit import ViT
-from cropr_jax.tasks.classification import rank_of_label
+from cropr_jax.models import Trunk
+from cropr_jax.tasks.classification.task import rank_of_label
 
 # Mean and standard deviation of each channel, of values in 0..1.
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
@@ -40,7 +40,7 @@ class Images:
         return hashlib.sha256(self.pixels.tobytes() + self.labels.tobytes()).hexdigest()
 
 
-def read_images(folders: Sequence[tuple[str, Any]], model: ViT) -> Images:
+def read_images(folders: Sequence[tuple[str, Any]], model: Trunk) -> Images:
     """Decodes, resizes and crops all images, as in evaluation.
 
     Args:
@@ -50,12 +50,13 @@ def read_images(folders: Sequence[tuple[str, Any]], model: ViT) -> Images:
     Raises:
       ConfigError: if a folder cannot be read or has labels beyond the model's classes.
     """
-    from cropr_jax.data import preprocess, sources
+    from cropr_jax.data import preprocess
+    from cropr_jax.data.open import open_source
 
     pixels, labels, found = [], [], []
     for folder, ratio in folders:
         data = {"source": "image_folder", "dir": folder, "num_classes": model.num_classes}
-        source = sources.open_source(data, "all")
+        source = open_source(data, "all")
         if source.num_classes > model.num_classes:
             raise ConfigError(
                 f"--data: '{folder}' has labels up to {source.num_classes - 1}, the weights "
@@ -72,7 +73,7 @@ def read_images(folders: Sequence[tuple[str, Any]], model: ViT) -> Images:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def batch_ranks(
-    model: ViT,
+    model: Trunk,
     normalize: Normalization,
     params: Mapping[str, Any],
     pixels: UInt8[Array, "b h w 3"],
@@ -87,7 +88,7 @@ def batch_ranks(
 
 
 def ranks(
-    model: ViT,
+    model: Trunk,
     normalize: Normalization,
     params: Mapping[str, Any],
     images: Images,

@@ -1,8 +1,6 @@
 """The benchmark's file and table."""
 
-import importlib.metadata
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,8 @@ from typing import Any
 import jax
 
 from cropr_jax.errors import ConfigError
-from cropr_jax.version import __version__
+from cropr_jax.host.files import write_json
+from cropr_jax.host.version import versions
 
 Row = dict[str, Any]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "einops", "numpy")
@@ -69,8 +68,7 @@ def environment() -> dict[str, Any]:
     return {
         "device": device.device_kind,
         "platform": device.platform,
-        "versions": {"python": platform.python_version(), "cropr_jax": __version__}
-        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": versions(PACKAGES),
         "matmul_precision": jax.config.jax_default_matmul_precision,
     }
 
@@ -125,7 +123,4 @@ class Report:
         """Sets fields of the file and writes it: beside, then renamed."""
         self.content |= fields
         if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            beside = self.path.with_name(self.path.name + ".tmp")
-            beside.write_text(json.dumps(self.content, indent=1) + "\n")
-            beside.replace(self.path)
+            write_json(self.path, self.content, indent=1)

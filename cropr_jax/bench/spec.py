@@ -1,13 +1,11 @@
 """What to time: a config file, or a variant's name with `key=value` pairs."""
 
-import runpy
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from cropr_jax import models
 from cropr_jax.errors import ConfigError
+from cropr_jax.models import heads
 from cropr_jax.reducers.registry import OF_FUSIONS
 
 # R at 224 x 224 pixels: the paper's for ViT-B, L, H (section "Pruning schedule") and EVA-02-L (40
@@ -39,6 +37,25 @@ def value_of(text: str) -> Any:
     return text
 
 
+# How models without a config file train.
+TRAINING = {
+    "accum_steps": 1,
+    "batch_size": 256,
+    "mesh": {},
+    "train": "all",
+    "targets": "labels",
+    "optimizer": {
+        "lr": 1e-5,
+        "min_lr": 0.0,
+        "schedule": "cosine",
+        "weight_decay": 0.05,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "layer_decay": 1.0,
+    },
+}
+
+
 def is_file(config: str) -> bool:
     """Whether a config names a Python file rather than a variant."""
     return config.partition(":")[0].endswith(".py")
@@ -50,14 +67,10 @@ def load_file(config: str) -> dict[str, Any]:
     Raises:
       ConfigError: if there is no such file, or it refuses its arguments.
     """
-    path, _, arg = config.partition(":")
-    if not Path(path).is_file():
-        raise ConfigError(f"--config: '{path}' does not exist")
-    # Config files import their neighbours as `configs.NAME`.
-    root = str(Path(path).resolve().parent.parent)
-    if root not in sys.path:
-        sys.path.append(root)
-    return runpy.run_path(path)["get_config"](arg or None).to_dict()
+    from cropr_jax.host import config_file
+    from cropr_jax.train import fields
+
+    return fields.settled(fields.plain(config_file.load(config)))
 
 
 def parse_variant(config: str) -> dict[str, Any]:
@@ -104,6 +117,14 @@ def model_fields(config: str) -> dict[str, Any]:
     return load_file(config)["model"] if is_file(config) else parse_variant(config)
 
 
+def training_fields(config: str) -> dict[str, Any]:
+    """The fields of a config that its training step is made of; of a variant `TRAINING`."""
+    if is_file(config):
+        return load_file(config)
+    head = parse_variant(config).get("head") or heads.DEFAULT
+    return TRAINING | {"task": head}
+
+
 def split_options(name: str) -> tuple[str, dict[str, str]]:
     """A method and its options: 'cropr:heads=3:mlp=False' -> 'cropr', its two options as text.
 
@@ -147,13 +168,13 @@ def with_reduction(fields: Mapping[str, Any], name: str, **more: Any) -> dict[st
 
 
 def fit_fusion(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same model, a classifier without Last Layer Fusion if its method refuses it.
+    """The same model, without Last Layer Fusion if its method refuses it and its head can do so.
 
     Raises:
       ConfigError: if there is no such method or model.
     """
     reduction = dict(fields["reduction"])
-    if reduction.get("name", "none") == "none" or fields.get("head") == "segmentation":
+    if reduction.get("name", "none") == "none" or models.head_of(fields).dense:
         return dict(fields)
     # Whatever the rate asked for can be met.
     trial = models.create({**fields, "reduction": {**reduction, "rate": 0, "fusion": "none"}})

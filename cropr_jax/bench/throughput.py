@@ -16,8 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from cropr_jax import models
-from cropr_jax.bench import flops
 from cropr_jax.bench.methods import Settings, create_all, entrants
 from cropr_jax.bench.programs import (
     INFERENCE,
@@ -29,7 +27,9 @@ from cropr_jax.bench.programs import (
     in_form,
 )
 from cropr_jax.bench.report import Row
-from cropr_jax.models.vit import ViT
+from cropr_jax.bench.spec import training_fields
+from cropr_jax.models import Trunk, costs
+from cropr_jax.train import assemble
 
 # A method is called in a round until this much time is full, at least once.
 ROUND_SECONDS = 0.3
@@ -82,14 +82,17 @@ def out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
-def best_batch(compile_: Callable[[int], Program], say: Callable[[str], None]) -> int:
-    """The batch size of the most images per second, by doubling from 1.
+def best_batch(
+    compile_: Callable[[int], Program], say: Callable[[str], None], smallest: int = 1
+) -> int:
+    """The batch size of the most images per second, by doubling.
 
     Args:
       compile_: program of a batch size.
       say: takes a line of progress.
+      smallest: to begin with.
     """
-    best, rate_of_best, idle, size = 1, 0.0, 0, 1
+    best, rate_of_best, idle, size = smallest, 0.0, 0, smallest
     while size <= MAX_BATCH and idle < 2:
         try:
             program = compile_(size)
@@ -97,7 +100,7 @@ def best_batch(compile_: Callable[[int], Program], say: Callable[[str], None]) -
             calls = math.ceil(ROUND_SECONDS / program.seconds())
             rate = size / min(program.seconds(calls) for _ in range(2))
         except jax.errors.JaxRuntimeError as error:
-            if size > 1 and out_of_memory(error):
+            if size > smallest and out_of_memory(error):
                 say(f"batch {size}: does not fit")
                 break
             raise
@@ -111,17 +114,18 @@ def best_batch(compile_: Callable[[int], Program], say: Callable[[str], None]) -
 
 
 def prepare(
-    model: ViT,
+    model: Trunk,
     stage: str,
     settings: Settings,
+    training: Mapping[str, Any],
     weights: Weights,
     pool: Pool,
     say: Callable[[str], None],
 ) -> Contestant:
-    """Compiles a method's programs."""
+    """Compiles a method's programs; `training` is what its step is made of."""
     train = stage == "train"
-    maker = Training(model, pool) if train else Inference(model, weights, stage)
-    batch_size = settings.batch_size or best_batch(maker.compile, say)
+    maker = Training(model, pool, training) if train else Inference(model, weights, stage)
+    batch_size = settings.batch_size or best_batch(maker.compile, say, maker.smallest)
     program = maker.compile(batch_size)
     say(
         f"batch {batch_size}: traced in {program.trace_seconds:.1f} s, compiled in "
@@ -153,13 +157,15 @@ def measure(
     Raises:
       ConfigError: before anything is compiled, if one of the models cannot be.
     """
-    return race(config, create_all(config, settings), settings, say, save)
+    training = training_fields(config) if "train" in settings.stages else {}
+    return race(config, create_all(config, settings), settings, training, say, save)
 
 
 def race(
     config: str,
-    made: Mapping[str, ViT],
+    made: Mapping[str, Trunk],
     settings: Settings,
+    training: Mapping[str, Any],
     say: Callable[[str], None] = lambda line: None,
     save: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> list[Row]:
@@ -170,14 +176,21 @@ def race(
     Args:
       config: what the rows say that the models come from.
       made: training forms by the name of their row.
+      training: what training steps are made of (`spec.training_fields`).
       settings, say, save: as in `measure`; the models are those of `made`.
+
+    Raises:
+      ConfigError: if a training step cannot be cut over the devices, before anything is compiled.
     """
+    if "train" in settings.stages and settings.batch_size:
+        assemble.check_batch({**training, "batch_size": settings.batch_size})
     weights, pool = Weights(), Pool()
     contestants = {
         entrant: prepare(
             made[entrant[0]],
             entrant[1],
             settings,
+            training,
             weights,
             pool,
             lambda line, entrant=entrant: say(f"{' '.join(entrant)}: {line}"),
@@ -205,23 +218,21 @@ def spread(values: np.ndarray) -> float:
     return float(high - low)
 
 
-def model_facts(model: ViT, stage: str) -> Row:
-    """Counts of a model, and whether it fuses its tokens.
+def model_facts(model: Trunk, stage: str) -> Row:
+    """`costs.facts` of a model, and whether it fuses its tokens.
 
     MACs are those of inference in the form of the stage; of training forms, in the slim one.
     """
-    height, width = model.grid
-    params = models.abstract_params(model)
-    slim = jax.eval_shape(lambda tree: models.slim_params(model, tree), params)
-    macs = flops.count(in_form(model, stage if stage in INFERENCE else "slim"))
+    facts = costs.facts(model)
+    macs = costs.count(in_form(model, stage if stage in INFERENCE else "slim"))
     return {
         "fusion": model.fusion if model.schedule.sites else "none",
         "macs_linear": macs.linear,
         "macs_all": macs.all,
-        "params_full": models.count(params),
-        "params_slim": models.count(slim),
-        "tokens": list(model.schedule.tokens(height * width, model.prefix)),
-        "tpr": model.schedule.tpr(height * width),
+        "params_full": facts["params"],
+        "params_slim": facts["params_slim"],
+        "tokens": facts["tokens"],
+        "tpr": facts["tpr"],
     }
 
 

@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flax.traverse_util import flatten_dict
-
 from cropr_jax import models
 from cropr_jax.bench import spec
 from cropr_jax.convert import architecture
 from cropr_jax.convert.load import open_source
+from cropr_jax.core import trees
+from cropr_jax.core.fusion import POOLED_FUSIONS
 from cropr_jax.errors import ConfigError, ScheduleError
-from cropr_jax.fusion import POOLED_FUSIONS
-from cropr_jax.models.vit import ViT
+from cropr_jax.models import Trunk
 from cropr_jax.reducers.registry import REDUCERS
 
 INVERSE = "_inverse"  # suffix of a method that keeps what it would prune
@@ -75,7 +74,7 @@ def parameter_free(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
     def leaves(variant: Variant) -> set[str]:
         model = models.create(small | {"reduction": variant.fields()})
-        return set(flatten_dict(models.abstract_params(model), sep="/"))
+        return set(trees.flatten(models.abstract_params(model)))
 
     plain, found = leaves(Variant()), []
     for name, method in sorted(REDUCERS.items()):
@@ -91,7 +90,7 @@ def plan(
     reductions: Sequence[str],
     rates: Sequence[tuple[str, int]],
     fusions: Sequence[str] = POOLED_FUSIONS,
-) -> tuple[dict[Variant, ViT], dict[Variant, str]]:
+) -> tuple[dict[Variant, Trunk], dict[Variant, str]]:
     """All rows, the unpruned one first, then by schedule, method and fusion.
 
     A method that refuses Last Layer Fusion has no row with it, unless nothing else is asked for.
@@ -117,7 +116,7 @@ def plan(
                 schedule,
                 rate,
                 depth=base.depth,
-                patches=base.grid[0] * base.grid[1],
+                patches=base.patches,
                 prefix=base.prefix,
                 fusion=fusion == "llf",
             )

@@ -19,13 +19,16 @@ from typing import Any
 
 import jax
 
-from cropr_jax import cli, train
+from cropr_jax import train
 from cropr_jax.bench import methods, paired, report, throughput
 from cropr_jax.compare import plan, table
 from cropr_jax.compare.plan import Entry, Plan
 from cropr_jax.errors import ConfigError
-from cropr_jax.train import config_file, sharding
-from cropr_jax.train.results import revision
+from cropr_jax.host import cli, config_file
+from cropr_jax.host.files import write_json
+from cropr_jax.host.version import revision
+from cropr_jax.tasks import Metric
+from cropr_jax.train import processes
 from cropr_jax.visualize import seeds, tradeoff
 
 SEEDS = "seeds.json"  # what the table holds: entries and their seeds, of all commands
@@ -45,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="path of the results without suffix")
     add("--rounds", type=int, default=15, help="of the timing; 0 for none")
     add("--batch_size", type=int, default=0, help="of the timing; 0: each method's best")
+    add("--cache_dir", default=processes.PROGRAMS, help="of compiled programs; '' for nowhere")
     return made
 
 
@@ -55,9 +59,8 @@ def remember(path: Path, rows: Sequence[Entry], drawn: Sequence[int]) -> dict[En
         found = {Entry(*entry): before for entry, before in json.loads(path.read_text())}
     for entry in rows:
         found[entry] = sorted({*found.get(entry, []), *drawn})
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = [[dataclasses.astuple(entry), before] for entry, before in found.items()]
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, content, indent=1)
     return found
 
 
@@ -87,13 +90,17 @@ def time_all(planned: Plan, file: report.Report, args: argparse.Namespace) -> di
     )
     rows = {row["reduction"]: row for row in file.content["rows"]}
     if not made.keys() <= rows.keys() and args.rounds:
-        measured = throughput.race(args.config, made, settings, cli.say, file.add)
+        measured = throughput.race(args.config, made, settings, {}, cli.say, file.add)
         rows = {row["reduction"]: row for row in measured}
     return rows
 
 
 def make_row(
-    entry: Entry, drawn: Sequence[int], results: Sequence[dict[str, Any]], best: str, speed: Any
+    entry: Entry,
+    drawn: Sequence[int],
+    results: Sequence[dict[str, Any]],
+    metric: Metric,
+    speed: Any,
 ) -> report.Row:
     """One row: accuracy over seeds of the first split, costs, speed."""
     first = results[0]
@@ -105,9 +112,10 @@ def make_row(
         "rate": reduction["rate"] if entry.schedule else None,
         "fusion": entry.fusion,
         "split": split,
-        "metric": best,
+        "metric": metric.name,
+        "metric_label": metric.label,
         "seeds": list(drawn),
-        **table.summary([result["metrics"][split][best] for result in results]),
+        **table.summary([result["metrics"][split][metric.name] for result in results]),
         "examples": first["metrics"][split]["examples"],
         **{name: first[name] for name in ("tpr", "tokens", "params", "params_slim")},
         **{name: first[name] for name in ("macs_linear", "macs_all")},
@@ -127,7 +135,7 @@ def write(out: Path, rows: Sequence[report.Row], about: dict[str, Any]) -> None:
     head = f"{about['device']}; revision {about['revision']}; {versions}."
     paired.write_markdown(out.with_suffix(".md"), f"{head}\n\n{table.markdown(rows)}")
     out.with_suffix(".csv").write_text(table.comma_separated(rows))
-    out.with_suffix(".json").write_text(json.dumps({"rows": rows, **about}, indent=1) + "\n")
+    write_json(out.with_suffix(".json"), {"rows": rows, **about}, indent=1)
     metric = table.metric_name(rows)
     if any(row.get("images_per_second") for row in rows):
         tradeoff.plot(rows, out.with_suffix(".png"), metric)
@@ -146,16 +154,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not word.startswith("--config."):
             raise ConfigError(f"unknown argument '{word}'")
     config = config_file.load(args.config, overrides)
-    sharding.split_cpu(config.get("cpu_devices"))
+    # A second seed has the programs of the first.
+    processes.set_up(args.cache_dir, config.get("cpu_devices"))
     rows = plan.entries(args.reductions, args.schedules, args.rates, args.fusions)
     plan.make(args.config, overrides, {row: args.seeds for row in rows}, args.workdir)
     wanted = remember(args.workdir / SEEDS, rows, args.seeds)
     planned = plan.make(args.config, overrides, wanted, args.workdir)
     results = train_all(planned)
     speed = time_all(planned, report.Report(args.workdir / "speed.json"), args)
-    best = next(iter(planned.runs.values()))[0].recipe.task.BEST
+    metric = next(iter(planned.runs.values()))[0].recipe.task.metric
     found = [
-        make_row(entry, wanted[entry], results[entry], best, speed.get(entry.label))
+        make_row(entry, wanted[entry], results[entry], metric, speed.get(entry.label))
         for entry in planned.runs
     ]
     found += [

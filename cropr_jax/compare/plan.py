@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from cropr_jax.bench.spec import split_options
+from cropr_jax.data.open import Splits
 from cropr_jax.errors import ConfigError, ScheduleError
+from cropr_jax.host import config_file
 from cropr_jax.reducers.registry import OF_FUSIONS
-from cropr_jax.train import config_file, fields, recipe
+from cropr_jax.train import fields, recipe
 from cropr_jax.train.recipe import Recipe
 
 # Fields that change no number of a finished run: what it was evaluated on, and how, does.
@@ -144,7 +146,7 @@ def make(
       ConfigError: on a wrong config, whichever run it is of.
     """
     runs: dict[Entry, list[Run]] = {}
-    unreachable = {}
+    unreachable, opened = {}, {}
     for entry, seeds in rows.items():
         try:
             runs[entry] = []
@@ -153,7 +155,9 @@ def make(
                     entry.config(config, seed), [*overrides, *entry.overrides]
                 )
                 place = workdir / entry.label / f"seed_{seed}"
-                runs[entry].append(Run(entry, seed, loaded, recipe.resolve(loaded), place))
+                data = fields.plain(loaded.data)
+                splits = opened.setdefault(json.dumps(data), Splits(data))
+                runs[entry].append(Run(entry, seed, loaded, recipe.resolve(loaded, splits), place))
         except ScheduleError as error:
             del runs[entry]
             unreachable[entry] = str(error)

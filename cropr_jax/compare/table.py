@@ -30,10 +30,6 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
-# Names of the metrics that checkpoints are ranked by.
-METRICS = {"top1": "accuracy", "miou": "mIoU"}
-
-
 def _number(value: float | int | None, form: str, factor: float = 1.0) -> str:
     return "" if value is None else f"{value * factor:{form}}"
 
@@ -79,7 +75,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def metric_name(rows: Sequence[Row]) -> str:
     """What the means are of; 'mean' if no row has any."""
-    return next((METRICS[row["metric"]] for row in rows if "metric" in row), "mean")
+    return next((row["metric_label"] for row in rows if "metric_label" in row), "mean")
 
 
 def comma_separated(rows: Sequence[Row]) -> str:

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 
-from cropr_jax import cli, models
+from cropr_jax import models
 from cropr_jax.convert import architecture, files, load, match, resample, to_timm
 from cropr_jax.convert.messages import shown
 from cropr_jax.convert.sources import Source
+from cropr_jax.core import trees
 from cropr_jax.errors import ConfigError
-from cropr_jax.version import __version__
+from cropr_jax.host import cli
+from cropr_jax.host.version import __version__
 
 FORMATS = ("safetensors", "orbax", "timm")
 
@@ -36,10 +37,12 @@ class Target:
     Attributes:
       shapes: by our name.
       grid: (h, w) of the position table.
+      fresh: `Trunk.fresh`.
     """
 
     shapes: dict[str, tuple[int, ...]]
     grid: tuple[int, int]
+    fresh: tuple[str, ...] = models.Trunk.fresh
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, reader = load.open_source(args.src, model.heads if model else args.heads, args.grid)
     try:
         target = of_model(model) if model else of_source(source, args.image_size, args.patch)
-        plan = match.match(source, target.shapes, target.grid)
+        plan = match.match(source, target.shapes, target.grid, target.fresh)
         if args.dry_run:
             print(table(source, plan, target))
             return
@@ -116,18 +119,18 @@ def check_destination(dst: str | None) -> None:
         raise ConfigError(f"DST: there is no folder '{path.parent}'")
 
 
-def config_model(value: str) -> models.ViT:
+def config_model(value: str) -> models.Trunk:
     """The model of a config file, in its training form."""
-    from cropr_jax.train import config_file
+    from cropr_jax.host import config_file
 
     config = config_file.load(value)
     return models.create(config.model.to_dict())
 
 
-def of_model(model: models.ViT) -> Target:
+def of_model(model: models.Trunk) -> Target:
     """What a model needs."""
-    flat = flatten_dict(models.abstract_params(model), sep="/")
-    return Target({name: leaf.shape for name, leaf in flat.items()}, model.grid)
+    flat = trees.flatten(models.abstract_params(model))
+    return Target({name: leaf.shape for name, leaf in flat.items()}, model.grid, model.fresh)
 
 
 def of_source(
@@ -187,7 +190,7 @@ def write(dst: str, to: str, params: Mapping[str, np.ndarray], grid: tuple[int, 
         metadata = {"format": "cropr_jax", "version": __version__, "grid": f"{grid[0]}x{grid[1]}"}
         files.write_safetensors(path, params, metadata)
     else:
-        _write_orbax(path, unflatten_dict(dict(params), sep="/"))
+        _write_orbax(path, trees.unflatten(params))
 
 
 def _write_orbax(path: Path, params: dict[str, Any]) -> None:

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from flax import traverse_util
 
 from cropr_jax import models
 from cropr_jax.convert import files, resample, sources
 from cropr_jax.convert.match import Plan, check_counts, fit, match
 from cropr_jax.convert.messages import listed, shown
 from cropr_jax.convert.sources import Leaf, Source
+from cropr_jax.core import trees
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.vit import ViT
+from cropr_jax.models import Trunk
 
-SITE = r"^(reducer_|cropr\.)\d+"
+# A site, by our names and by those of the authors.
+SITE = rf"^({trees.SITE}|cropr\.)\d+"
 # Pages of the file are given back after this much, so that they do not add up to a second copy.
 RELEASE = 64 << 20  # bytes
 # Yields (name, array) of parameters by our names.
@@ -55,7 +56,7 @@ def _by_module(names: Mapping[str, str]) -> str:
     for name, why in names.items():
         module = re.sub(r"[/.][^/.]*$", "", re.sub(SITE, r"\1*", name))
         if len(sites) == 1:
-            module = re.sub(r"^(reducer_|cropr\.)\*.*", r"\1*", module)
+            module = re.sub(rf"^({trees.SITE}|cropr\.)\*.*", r"\1*", module)
         # The shape of a kernel says more than that of its bias.
         if module not in modules or name.endswith(("kernel", "weight")):
             modules[module] = why
@@ -63,7 +64,7 @@ def _by_module(names: Mapping[str, str]) -> str:
 
 
 def load(
-    path: str, model: ViT, *, resampling: str = "timm", grid: tuple[int, int] | None = None
+    path: str, model: Trunk, *, resampling: str = "timm", grid: tuple[int, int] | None = None
 ) -> Loaded:
     """Parameters of `model` from a file of weights or a directory of checkpoints.
 
@@ -83,12 +84,12 @@ def load(
     resample.check_rule(resampling)
     if model.slim and model.reduction != "none":
         raise ConfigError("load: takes the training form of a pruned model; make it slim after")
-    wanted = traverse_util.flatten_dict(models.abstract_params(model), sep="/")
+    wanted = trees.flatten(models.abstract_params(model))
     shapes = {name: leaf.shape for name, leaf in wanted.items()}
     source, reader = open_source(path, model.heads, grid)
     try:
         check_counts(source, model)
-        plan = match(source, shapes, model.grid)
+        plan = match(source, shapes, model.grid, model.fresh)
         params = {
             name: fit(name, array, shapes[name], source, model.grid, resampling)
             for name, array in reader(plan.taken)
@@ -134,9 +135,10 @@ def open_source(
 
 
 def _open_directory(path: Path, grid: tuple[int, int] | None) -> tuple[Source, Reader]:
-    from cropr_jax.train import checkpoints
+    from cropr_jax.runs import checkpoints, directory
 
-    stored = traverse_util.flatten_dict(checkpoints.stored_params(path), sep="/")
+    step = directory.step_directory(path)
+    stored = trees.flatten(checkpoints.stored_params(step))
     leaves = {name: Leaf(name, leaf, leaf.shape) for name, leaf in stored.items()}
     source = Source("cropr_jax", leaves, {}, grid=sources.agreed(_grid_of_run(path), grid))
 
@@ -144,9 +146,7 @@ def _open_directory(path: Path, grid: tuple[int, int] | None) -> tuple[Source, R
         import jax
 
         wanted = {n: jax.ShapeDtypeStruct(stored[n].shape, stored[n].dtype) for n in names}
-        tree = checkpoints.restore_params(path, traverse_util.unflatten_dict(wanted, sep="/"))
-        flat = traverse_util.flatten_dict(tree, sep="/")
-        del tree
+        flat = trees.flatten(checkpoints.restore_params(step, trees.unflatten(wanted)))
         for name in list(flat):
             yield name, _checked(name, np.asarray(flat.pop(name)))
 

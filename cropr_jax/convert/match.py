@@ -16,14 +16,13 @@ import numpy as np
 from cropr_jax.convert import resample
 from cropr_jax.convert.messages import listed, shown
 from cropr_jax.convert.sources import Source
+from cropr_jax.core import trees
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.vit import ViT
+from cropr_jax.models import Trunk
 from cropr_jax.reducers.registry import method
 
-# Parameters that may start fresh, and those of a file that may be left.
-OPTIONAL = ("reducer_", "fusion/", "head/", "fc_norm/", "norm/")
 # Queries that may be one for each patch: resampled as positions are, if they are.
-QUERIES = r"(reducer_\d+/scorer|fusion)/queries"
+QUERIES = rf"({trees.SITE}\d+/scorer|fusion)/queries"
 # What a mismatch in a name usually means: missing in the file, unused in it.
 HINTS = (
     (r"cls", "the weights have no CLS token: prefix=0", "the weights have {count} prefix tokens"),
@@ -51,7 +50,10 @@ class Plan:
 
 
 def match(
-    source: Source, shapes: Mapping[str, tuple[int, ...]], grid: tuple[int, int] | None
+    source: Source,
+    shapes: Mapping[str, tuple[int, ...]],
+    grid: tuple[int, int] | None,
+    optional: tuple[str, ...],
 ) -> Plan:
     """Compares a file with a model by names and shapes alone.
 
@@ -59,6 +61,8 @@ def match(
       source: of the file.
       shapes: of the model's parameters, by name.
       grid: the model's.
+      optional: how names begin that may start fresh, and of which a file may have more
+        (`Trunk.fresh`).
 
     Raises:
       ConfigError: with all that differs and may not.
@@ -75,7 +79,7 @@ def match(
             taken.append(name)
             if note := _resize_note(name, there, shape, source, grid):
                 resized[name] = note
-        elif name.startswith(OPTIONAL):
+        elif name.startswith(optional):
             fresh[name] = "not in the file" if leaf is None else f"{there} there"
         elif leaf is None:
             missing.append(name)
@@ -87,30 +91,33 @@ def match(
     for name, leaf in source.leaves.items():
         if name in shapes:
             continue
-        if name.startswith(OPTIONAL):
+        if name.startswith(optional):
             dropped[leaf.source] = "not in the model"
         else:
             unused.append(shown(leaf.source))
             extra.append(name)
-    problems = [
-        f"{what}: {listed(names)}"
-        for what, names in (
-            ("missing in the file", missing),
-            ("unused in the file", list(dict.fromkeys(unused))),
-            ("of another shape", misshapen),
-        )
-        if names
-    ]
-    if problems:
-        hint = _hint(missing, extra, source)
-        raise ConfigError(
-            f"weights of kind {source.kind!r} are not those of the model: {'; '.join(problems)}"
-            + hint
-        )
+    _refuse(
+        {
+            "missing in the file": missing,
+            "unused in the file": list(dict.fromkeys(unused)),
+            "of another shape": misshapen,
+        },
+        _hint(missing, extra, source),
+        source,
+    )
     return Plan(tuple(taken), resized, fresh, dropped)
 
 
-def check_counts(source: Source, model: ViT) -> None:
+def _refuse(problems: Mapping[str, list[str]], hint: str, source: Source) -> None:
+    """Raises one error with all problems, if there are any."""
+    found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
+    if found:
+        raise ConfigError(
+            f"weights of kind {source.kind!r} are not those of the model: {'; '.join(found)}{hint}"
+        )
+
+
+def check_counts(source: Source, model: Trunk) -> None:
     """Refuses reducers that were trained to leave another number of tokens than the model's.
 
     Starting afresh would throw their training away without a word of why.
@@ -123,10 +130,10 @@ def check_counts(source: Source, model: ViT) -> None:
       ConfigError: naming the site and both numbers.
     """
     axes = {} if model.reduction == "none" else method(model.reduction).count_axes
-    left = model.schedule.patches(model.grid[0] * model.grid[1])
+    left = model.schedule.patches(model.patches)
     for site, (block, count) in enumerate(zip(model.schedule.blocks, left, strict=True)):
         for name, axis in axes.items():
-            leaf = source.leaves.get(f"reducer_{site}/{name}")
+            leaf = source.leaves.get(f"{trees.site_name(site)}/{name}")
             if leaf is not None and (found := leaf.array.shape[axis]) != count:
                 raise ConfigError(
                     f"weights: site {site} (after block {block}) is trained to leave K = {found} "

@@ -36,6 +36,8 @@ class _Machine:
     def run(self, data: bytes) -> Any:
         """Carries out instructions, which go by their names in `pickletools`, and returns the top.
 
+        Long because every instruction is a case of its own.
+
         Raises:
           ConfigError: on what no PyTorch checkpoint holds.
           IndexError, KeyError, ValueError: if the stack, an argument or the end is missing.

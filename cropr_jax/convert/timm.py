@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from flax import traverse_util
 
+from cropr_jax.core import trees
 from cropr_jax.errors import ConfigError
 
 Arrays = Mapping[str, np.ndarray]
@@ -214,7 +214,7 @@ def from_state_dict(state_dict: Arrays, heads: int) -> dict[str, Any]:
     gated = is_eva02(state_dict)
     for name, value in state_dict.items():
         flat.update(leaves(name, np.asarray(value), heads, gated))
-    return traverse_util.unflatten_dict(flat, sep="/")
+    return trees.unflatten(flat)
 
 
 def check_match(params: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -227,8 +227,8 @@ def check_match(params: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     Raises:
       ConfigError: naming the first missing, unused or misshapen leaf.
     """
-    found = traverse_util.flatten_dict(params, sep="/")
-    wanted = traverse_util.flatten_dict(expected, sep="/")
+    found = trees.flatten(params)
+    wanted = trees.flatten(expected)
     for name in wanted:
         if name not in found:
             raise ConfigError(f"weights: {name} is missing")

@@ -12,18 +12,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from flax import traverse_util
 
 from cropr_jax import models
 from cropr_jax.convert.timm import EVA02_NAMES, check_match
+from cropr_jax.core import trees
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.vit import ViT
+from cropr_jax.models import Trunk
 
 EVA02_TO_TIMM = {ours: theirs for theirs, ours in EVA02_NAMES.items()}
 KINDS = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
-def to_timm(params: Mapping[str, Any], model: ViT) -> dict[str, np.ndarray]:
+def to_timm(params: Mapping[str, Any], model: Trunk) -> dict[str, np.ndarray]:
     """The backbone of a model as a state dict of timm's ViT or EVA-02.
 
     EVA-02 with a norm in its MLPs (B, L) comes with separate projections, as in timm's models,
@@ -41,12 +41,12 @@ def to_timm(params: Mapping[str, Any], model: ViT) -> dict[str, np.ndarray]:
     """
     expected = models.abstract_params(model)
     check_match(params, expected)
-    return rename(traverse_util.flatten_dict(dict(params), sep="/"))
+    return rename(trees.flatten(params))
 
 
 def is_reducer(name: str) -> bool:
     """Whether a parameter belongs to a site and not to the backbone."""
-    return name.startswith("reducer_")
+    return trees.of_site(name)
 
 
 def rename(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:

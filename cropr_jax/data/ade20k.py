@@ -23,10 +23,10 @@ from typing import Any
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from cropr_jax import cli
 from cropr_jax.data.annotations import Legend, make_legend, read_mask
 from cropr_jax.data.digits import quiet
 from cropr_jax.errors import ConfigError
+from cropr_jax.host import cli
 
 CLASSES = 150
 EXAMPLES = {"train": 20_210, "validation": 2_000}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cropr_jax.data.sources import IGNORE
+from cropr_jax.data.records import IGNORE
 from cropr_jax.errors import ConfigError
 
 _UNKNOWN = 254

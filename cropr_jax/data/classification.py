@@ -9,24 +9,7 @@ from typing import Any
 import numpy as np
 
 from cropr_jax.data import preprocess
-from cropr_jax.data.preprocess import Record
-from cropr_jax.data.sources import MapReader, Source
-from cropr_jax.errors import ConfigError
-
-Example = dict[str, Any]
-
-
-def check(source: Source) -> None:
-    """Refuses a source of label maps.
-
-    Raises:
-      ConfigError: naming both fields.
-    """
-    if isinstance(source.reader, MapReader):
-        raise ConfigError(
-            "config.data: its labels are maps, but config.task is 'classification'. Set "
-            "config.task='segmentation', or name a data set with one class an image."
-        )
+from cropr_jax.data.records import Example, Record
 
 
 def train_transform(
@@ -36,12 +19,12 @@ def train_transform(
     return functools.partial(_train, preprocess.train_transform(settings))
 
 
-def eval_transform(settings: Mapping[str, Any], source: Source) -> Callable[[Record], Example]:
+def eval_transform(settings: Mapping[str, Any]) -> Callable[[Record], Example]:
     """Record -> the same, without chance."""
     return functools.partial(_eval, preprocess.eval_transform(settings))
 
 
-def padding(settings: Mapping[str, Any], source: Source) -> Example:
+def filler(settings: Mapping[str, Any]) -> Example:
     """An example that fills a batch: all 0."""
     return {"image": np.zeros((*settings["res"], 3), np.float32), "label": np.int32(0)}
 

@@ -15,62 +15,45 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import grain
 import numpy as np
 from absl import flags
 
-from cropr_jax.data import classification, segmentation
-from cropr_jax.data.preprocess import Record
-from cropr_jax.data.sources import Source, open_source
+from cropr_jax.data.records import Example, Examples, Record, Source
 from cropr_jax.errors import ConfigError
 
 Batch = dict[str, np.ndarray]
 
-# By `config.task`: modules with `check(source)`, `train_transform(preprocess)`,
-# `eval_transform(preprocess, source)` and `padding(preprocess, source)`.
-TASKS: dict[str, ModuleType] = {"classification": classification, "segmentation": segmentation}
-
-# Images a worker makes at a time: few enough that buffers stay small (19 MB at 224 px), many enough
-# that handing them over costs little.
-_PART = 32
+# What a worker makes at a time: enough that handing it over costs little, and so little that what
+# waits in and behind a worker, up to five parts, stays below `_WAITING` bytes.
+_PART_EXAMPLES = 32
+_PART_BYTES = 64 * 2**20
+_WAITING = 512 * 2**20
 _ENDLESS = 2**40
-# Each thread holds up to three parts; Python's lock keeps more from being of use.
+# Python's lock keeps more threads from being of use. Each holds up to three parts.
 _MAX_THREADS = 16
+_PARTS_PER_THREAD = 3
 
 
-def check_preprocess(config: Mapping[str, Any]) -> None:
-    """Reads every field of `config.preprocess`, and no image.
-
-    Raises:
-      ConfigError: a field that cannot be read.
-    """
-    _task(config).train_transform(config["preprocess"])
-
-
-def num_examples(config: Mapping[str, Any], name: str = "") -> int:
-    """Examples in the training split, or in the evaluation split called `name` in the config."""
-    return len(_open(config, name))
-
-
-def class_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the classes of the training split, by label."""
-    return _open(config).class_names
-
-
-def steps_per_epoch(config: Mapping[str, Any]) -> int:
+def steps_per_epoch(examples: int, config: Mapping[str, Any]) -> int:
     """Whole batches in one epoch.
 
     Raises:
       ConfigError: the batch is larger than the training split.
     """
-    return _steps(num_examples(config), config)
+    if config["batch_size"] > examples:
+        raise ConfigError(
+            f"config.batch_size: {config['batch_size']}, but the split "
+            f"'{config['data']['train']}' has {examples} examples: choose a smaller batch"
+        )
+    return examples // config["batch_size"]
 
 
 def train_batches(
     config: Mapping[str, Any],
+    examples: Examples,
     start_step: int = 0,
     process_index: int = 0,
     process_count: int = 1,
@@ -79,7 +62,8 @@ def train_batches(
     """Training batches from `start_step` on, this host's rows of each.
 
     Args:
-      config: `task`, `data`, `preprocess`, `batch_size`, `seed`.
+      config: `data.workers`, `batch_size`, `seed`.
+      examples: of the training split.
       start_step: number of the first batch; nothing before it is read.
       process_index, process_count: this host among how many.
       stop_step: number of the first batch that is no longer made; None for endless. A run that
@@ -87,98 +71,57 @@ def train_batches(
         which Python then removes with a warning.
 
     Returns:
-      An iterator of {'image' float32 [b, h, w, 3], 'label' int32 [b], 'id' int32 [b]}, with
-      b = batch_size / process_count; `id` is the index of the example in its split. Of
-      segmentation 'label' is uint8 [b, h, w], 255 where no class counts. `close()` stops the
-      workers.
+      An iterator of the arrays of examples [b, ...], with b = batch_size / process_count, and 'id'
+      int32 [b], the index of the example in its split. `close()` stops the workers.
 
     Raises:
-      ConfigError: a missing data set, or a batch that does not fit hosts or data. At the call,
-        not at the first batch.
+      ConfigError: a batch that does not fit hosts or data. At the call, not at the first batch.
     """
-    source = _open(config)
     rows = _host_rows(config, "batch_size", process_index, process_count)
-    steps = _steps(len(source), config)
-    examples = (
-        grain.MapDataset.source(source)
+    count = len(examples.source)
+    steps = steps_per_epoch(count, config)
+    endless = (
+        grain.MapDataset.source(examples.source)
         .seed(config["seed"])
         .shuffle()
         .repeat()
-        .random_map(_TrainExample(_task(config).train_transform(config["preprocess"])))
+        .random_map(_TrainExample(examples.transform))
     )
-    load = _TrainPart(examples, len(source), steps, config["batch_size"], rows, _part(len(rows)))
+    size = _part(len(rows), examples.bytes)
+    load = _TrainPart(endless, count, steps, config["batch_size"], rows, size)
     parts = len(rows) // load.size
     stop = _ENDLESS if stop_step is None else stop_step
     dataset = grain.MapDataset.range(start_step * parts, stop * parts).map(load)
-    return _batches(dataset, parts, config["data"]["workers"])
+    return _batches(dataset, parts, config["data"]["workers"], size * examples.bytes)
 
 
 def eval_batches(
-    config: Mapping[str, Any], name: str, process_index: int = 0, process_count: int = 1
+    config: Mapping[str, Any],
+    examples: Examples,
+    process_index: int = 0,
+    process_count: int = 1,
 ) -> Iterator[Batch]:
     """All examples of one evaluation split once, in order, in batches of one size.
 
     Args:
-      config: `task`, `data`, `preprocess`, `eval_batch_size`.
-      name: key of `config.data.eval`.
+      config: `data.workers`, `eval_batch_size`.
+      examples: of the split.
       process_index, process_count: this host among how many; all get the same number of batches.
 
     Returns:
       An iterator of batches as in `train_batches`, with b = eval_batch_size / process_count, and
-      'mask' float32 [b]: 1 for examples, 0 for the padding (image 0, label 0, id -1). Of
-      segmentation 'label' is the annotation in full, uint8 [b, H, W] with the largest sides of the
-      split, filled with 255; 'size' int32 [b, 2] the (h, w) of it that is annotation; 'image' is
-      [b, n, h, w, 3], with 'corner' int32 [b, n, 2] and 'resized' int32 [b, 2], see
-      `cropr_jax.data.segmentation.Windows`.
+      'mask' float32 [b]: 1 for examples, 0 for fillers, whose id is -1.
 
     Raises:
       ConfigError: see `train_batches`.
     """
-    source = _open(config, name)
     size = config["eval_batch_size"]
     rows = _host_rows(config, "eval_batch_size", process_index, process_count)
-    task, settings = _task(config), config["preprocess"]
-    transform, padding = task.eval_transform(settings, source), task.padding(settings, source)
-    # Of several windows an example is as large as so many images.
-    part = _part(len(rows), len(padding["image"]) if padding["image"].ndim > 3 else 1)
-    load = _EvalPart(source, transform, padding, size, rows, part)
+    part = _part(len(rows), examples.bytes)
+    load = _EvalPart(*examples, size, rows, part)
     parts = len(rows) // load.size
-    dataset = grain.MapDataset.range(math.ceil(len(source) / size) * parts).map(load)
-    return _batches(dataset, parts, config["data"]["workers"])
-
-
-def _task(config: Mapping[str, Any]) -> ModuleType:
-    name = config.get("task", "classification")
-    if name not in TASKS:
-        raise ConfigError(f"config.task: found {name!r}, expected one of {sorted(TASKS)}")
-    return TASKS[name]
-
-
-def _open(config: Mapping[str, Any], name: str = "") -> Source:
-    """The training split, or the evaluation split `name`, with labels of the task's kind."""
-    source = open_source(config["data"], _split(config, name))
-    _task(config).check(source)
-    return source
-
-
-def _split(config: Mapping[str, Any], name: str) -> str:
-    if not name:
-        return config["data"]["train"]
-    splits = dict(config["data"]["eval"])
-    if name not in splits:
-        raise ConfigError(
-            f"config.data.eval has no {name!r}, only {', '.join(splits)}. Name one of them."
-        )
-    return splits[name]
-
-
-def _steps(examples: int, config: Mapping[str, Any]) -> int:
-    if config["batch_size"] > examples:
-        raise ConfigError(
-            f"config.batch_size is {config['batch_size']}, but {config['data']['train']!r} has "
-            f"only {examples} examples. Choose a smaller batch."
-        )
-    return examples // config["batch_size"]
+    dataset = grain.MapDataset.range(math.ceil(len(examples.source) / size) * parts).map(load)
+    return _batches(dataset, parts, config["data"]["workers"], part * examples.bytes)
 
 
 def _host_rows(config: Mapping[str, Any], field: str, index: int, count: int) -> range:
@@ -191,14 +134,23 @@ def _host_rows(config: Mapping[str, Any], field: str, index: int, count: int) ->
     return range(index * (size // count), (index + 1) * (size // count))
 
 
-def _part(rows: int, images: int = 1) -> int:
-    """The largest divisor of `rows` of at most `_PART` images, so many for each example."""
-    most = max(_PART // images, 1)
+def _part(rows: int, example_bytes: int) -> int:
+    """The largest divisor of `rows` that is no more than a part may hold, in examples and bytes."""
+    most = max(min(_PART_EXAMPLES, _PART_BYTES // max(example_bytes, 1)), 1)
     return max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
 
 
-def _batches(dataset: grain.MapDataset, parts: int, workers: int) -> Iterator[Batch]:
-    """Joins every `parts` elements to one batch, read ahead by worker processes or threads."""
+def _batches(
+    dataset: grain.MapDataset, parts: int, workers: int, part_bytes: int
+) -> Iterator[Batch]:
+    """Joins every `parts` elements to one batch, read ahead by worker processes or threads.
+
+    Args:
+      dataset: of parts.
+      parts: of a batch.
+      workers: processes; 0 for threads.
+      part_bytes: size of a part in memory.
+    """
     if workers:
         # Grain's workers are told absl's flags, which a notebook or a test never parsed.
         if not flags.FLAGS.is_parsed():
@@ -209,7 +161,8 @@ def _batches(dataset: grain.MapDataset, parts: int, workers: int) -> Iterator[Ba
         )
         iterator = iter(dataset.to_iter_dataset(read).mp_prefetch(options, _end_with_parent))
     else:
-        threads = min(os.cpu_count() or 1, _MAX_THREADS)
+        fitting = _WAITING // (_PARTS_PER_THREAD * max(part_bytes, 1))
+        threads = max(min(os.cpu_count() or 1, _MAX_THREADS, fitting), 1)
         read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
         iterator = iter(dataset.to_iter_dataset(read))
 
@@ -247,9 +200,9 @@ def _end_with_parent(worker: int, workers: int) -> None:
 
 @dataclass(frozen=True)
 class _TrainExample:
-    transform: Callable[[Record, np.random.Generator], dict[str, Any]]
+    transform: Callable[[Record, np.random.Generator], Example]
 
-    def __call__(self, record: Record, rng: np.random.Generator) -> dict[str, Any]:
+    def __call__(self, record: Record, rng: np.random.Generator) -> Example:
         return {**self.transform(record, rng), "id": np.int32(record["id"])}
 
 
@@ -279,8 +232,8 @@ class _EvalPart:
     """Part k of this host's rows to a stack of `size` examples, padded beyond the last one."""
 
     source: Source
-    transform: Callable[[Record], dict[str, Any]]
-    padding: dict[str, Any]
+    transform: Callable[[Record], Example]
+    filler: Example
     batch_size: int
     rows: range
     size: int
@@ -290,14 +243,14 @@ class _EvalPart:
         start = step * self.batch_size + self.rows[part * self.size]
         return _stack([self._example(start + i) for i in range(self.size)])
 
-    def _example(self, index: int) -> dict[str, Any]:
+    def _example(self, index: int) -> Example:
         if index < len(self.source):
             record = self.source[index]
             example, number, mask = self.transform(record), record["id"], 1
         else:
-            example, number, mask = self.padding, -1, 0
+            example, number, mask = self.filler, -1, 0
         return {**example, "id": np.int32(number), "mask": np.float32(mask)}
 
 
-def _stack(examples: list[dict[str, Any]]) -> Batch:
+def _stack(examples: list[Example]) -> Batch:
     return {key: np.stack([example[key] for example in examples]) for key in examples[0]}

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from cropr_jax.data import augment, rand_augment
+from cropr_jax.data.records import Record
 from cropr_jax.errors import ConfigError
-
-Record = Mapping[str, Any]
 
 
 def decode(image: bytes | np.ndarray | Image.Image) -> Image.Image:
@@ -52,7 +51,9 @@ def decode(image: bytes | np.ndarray | Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def normalize(image: Image.Image | np.ndarray, mean: tuple, std: tuple) -> np.ndarray:
+def normalize(
+    image: Image.Image | np.ndarray, mean: Sequence[float | int], std: Sequence[float | int]
+) -> np.ndarray:
     """(image / 255 - mean) / std, float32 [h, w, 3], of an RGB image or uint8 [h, w, 3]."""
     pixels = np.asarray(image)
     height, width = pixels.shape[:2]

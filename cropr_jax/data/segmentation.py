@@ -17,11 +17,9 @@ import numpy as np
 from PIL import Image
 
 from cropr_jax.data import photometric, preprocess, resize
-from cropr_jax.data.preprocess import Record
-from cropr_jax.data.sources import IGNORE, MapReader, Source
+from cropr_jax.data.records import IGNORE, Example, Record, Source
 from cropr_jax.errors import ConfigError
 
-Example = dict[str, Any]
 Size = tuple[int, int]
 
 # Sides of a resized image in sides of the window, at most: mmsegmentation's (2048, 512) for 512.
@@ -45,20 +43,6 @@ class Windows(NamedTuple):
     resized: Size
 
 
-def check(source: Source) -> None:
-    """Refuses a source whose labels are no maps.
-
-    Raises:
-      ConfigError: naming both fields.
-    """
-    if not isinstance(source.reader, MapReader):
-        raise ConfigError(
-            "config.data: one class an image, but config.task is 'segmentation', which needs maps. "
-            "Set config.data.source to segmentation_folder, fake_segmentation, or tfds with name "
-            "'ade20k'."
-        )
-
-
 def eval_transform(settings: Mapping[str, Any], source: Source) -> Callable[[Record], Example]:
     """Record -> example of evaluation: the windows of the image, its annotation in full.
 
@@ -70,13 +54,14 @@ def eval_transform(settings: Mapping[str, Any], source: Source) -> Callable[[Rec
     Raises:
       ConfigError: a field of `config.preprocess` that cannot be read.
     """
-    assert isinstance(source.reader, MapReader)
-    return functools.partial(_eval, _checked(settings), source.reader.largest())
+    return functools.partial(_eval, _checked(settings), _largest(source))
 
 
-def padding(settings: Mapping[str, Any], source: Source) -> Example:
+def filler(settings: Mapping[str, Any], source: Source, *, train: bool) -> Example:
     """An example that fills a batch: image 0, nothing to be counted."""
-    assert isinstance(source.reader, MapReader)
+    if train:
+        res = _checked(settings)["res"]
+        return {"image": np.zeros((*res, 3), np.float32), "label": np.full(res, IGNORE, np.uint8)}
     one = np.ones(2, np.int32)
     count = most_windows(_checked(settings))
     corner = np.ones((count, 2), np.int32)
@@ -85,9 +70,14 @@ def padding(settings: Mapping[str, Any], source: Source) -> Example:
         "image": np.zeros((count, *settings["res"], 3), np.float32),
         "corner": corner,
         "resized": one,
-        "label": np.full(source.reader.largest(), IGNORE, np.uint8),
+        "label": np.full(_largest(source), IGNORE, np.uint8),
         "size": one,
     }
+
+
+def _largest(source: Source) -> Size:
+    reader: Any = source.reader  # a `MapReader`: the task has checked that
+    return reader.largest()
 
 
 def _eval(settings: Mapping[str, Any], largest: Size, record: Record) -> Example:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from cropr_jax.attention import Attention
-from cropr_jax.layers import Dtype, LayerNorm, LayerScale, Mlp, SwiGlu, drop_path, rope_angles
+from cropr_jax.core.attention import Attention
+from cropr_jax.core.layers import Dtype, LayerNorm, LayerScale, Mlp, SwiGlu, drop_path, rope_angles
 from cropr_jax.tokens import Tokens
 
 POOLS = ("cls", "mean_patches", "mean_all", "mean_size_weighted")
@@ -45,7 +45,7 @@ class Block(nn.Module):
       rope_reference: (h, w) of the grid that rotary embeddings refer to, None for none of them.
       drop_path: rate of both residual branches.
       layer_scale: initial value of LayerScale, or None for a block without.
-      needs: what the attention computes for the site (`cropr_jax.attention.NEEDS`).
+      needs: what the attention computes for the site (`cropr_jax.core.attention.NEEDS`).
       prefix: number of prefix tokens.
       attention: 'auto', 'xla' or 'cudnn'.
       dtype: compute dtype.

@@ -19,7 +19,7 @@ VARIANTS = {
     "l": ViTSpec(1024, 24, 16, 14, "swiglu_norm"),
 }
 
-# Attributes of `cropr_jax.models.vit.ViT` unless a config says otherwise.
+# Attributes of `cropr_jax.models.anatomy.Anatomy` unless a config says otherwise.
 DEFAULTS: dict[str, Any] = {
     "patch": 14,
     "mlp": "swiglu_norm",

@@ -1,5 +1,5 @@
 """Token reduction methods, one file each; `registry.REDUCERS` names them."""
 
-from cropr_jax.reducers.base import Context, Criterion, Pruner, Reducer
+from cropr_jax.core.reducer import Context, Criterion, Pruner, Reducer
 
 __all__ = ["Context", "Criterion", "Pruner", "Reducer"]

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from cropr_jax import routing
-from cropr_jax.reducers.base import Context, Reducer
+from cropr_jax.core import routing
+from cropr_jax.core.reducer import Context, Reducer
 from cropr_jax.tokens import Tokens
 
 VARIANTS = ("paper", "tokenreduction")

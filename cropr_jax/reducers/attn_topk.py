@@ -1,6 +1,6 @@
 """Attn Top-K: keeps the patches that self-attention looks at most."""
 
-from cropr_jax.reducers.base import Context, Pruner, SiteSizes
+from cropr_jax.core.reducer import Context, Pruner, SiteSizes
 from cropr_jax.tokens import Tokens
 
 SOURCES = ("cls_row", "col_mean", "col_mean_all")

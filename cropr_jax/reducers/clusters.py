@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from cropr_jax import routing
+from cropr_jax.core import routing
 
 
 def squared_distances(x: Float[Array, "b m d"]) -> Float[Array, "b m m"]:

@@ -3,15 +3,9 @@
 Letters: b batch, c classes or channels.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-# What a model returns: logits, and everything else by name.
-Prediction = tuple[jax.Array, Mapping[str, Any]]
 
 
 def divergence(student: Float[Array, "*b c"], teacher: Float[Array, "*b c"]) -> Float[Array, "*b"]:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from cropr_jax import routing
-from cropr_jax.layers import normal_init
-from cropr_jax.reducers.base import Context, Reducer, SiteSizes
+from cropr_jax.core import routing
+from cropr_jax.core.layers import normal_init
+from cropr_jax.core.reducer import Context, Reducer, SiteSizes
 from cropr_jax.reducers.clusters import assign, first_least, membership, squared_distances
 from cropr_jax.tokens import Tokens
 

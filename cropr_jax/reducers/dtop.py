@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from cropr_jax import routing
+from cropr_jax.core import routing
+from cropr_jax.core.reducer import Context, Pruner, SiteSizes
 from cropr_jax.cropr import AuxiliaryHead
-from cropr_jax.reducers.base import Context, Pruner, SiteSizes
 from cropr_jax.tokens import Tokens
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from cropr_jax import rng
-from cropr_jax.layers import LayerNorm, gelu, normal_init
-from cropr_jax.reducers.base import Context, Criterion, Pruner, SiteSizes
-from cropr_jax.reducers.distillation import Prediction, divergence, squared_error
+from cropr_jax.core import rng
+from cropr_jax.core.layers import LayerNorm, gelu, normal_init
+from cropr_jax.core.reducer import Context, Criterion, Prediction, Pruner, SiteSizes
+from cropr_jax.reducers.distillation import divergence, squared_error
 from cropr_jax.tokens import Tokens
 
 # Keeps the mean of no tokens at all finite.

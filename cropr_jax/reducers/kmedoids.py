@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from cropr_jax import routing
-from cropr_jax.reducers.base import Context, Pruner, SiteSizes
+from cropr_jax.core import routing
+from cropr_jax.core.reducer import Context, Pruner, SiteSizes
 from cropr_jax.reducers.clusters import assign, first_least, squared_distances
 from cropr_jax.tokens import Tokens
 

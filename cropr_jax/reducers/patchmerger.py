@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from cropr_jax.layers import LayerNorm
+from cropr_jax.core.layers import LayerNorm
 from cropr_jax.reducers.soft import SoftReducer
 
 SCALES = ("none", "width")

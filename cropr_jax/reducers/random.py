@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from cropr_jax import rng
-from cropr_jax.reducers.base import Context, Pruner
+from cropr_jax.core import rng
+from cropr_jax.core.reducer import Context, Pruner
 from cropr_jax.tokens import Tokens
 
 

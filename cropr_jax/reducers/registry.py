@@ -1,9 +1,12 @@
-"""Token reduction methods by the name that configs use."""
+"""Token reduction methods by the name that configs use, and their options."""
 
+import dataclasses
+from typing import Any
+
+from cropr_jax.core.reducer import Reducer
 from cropr_jax.cropr import Cropr, NonSalient
 from cropr_jax.reducers.ats import ATS
 from cropr_jax.reducers.attn_topk import AttnTopK
-from cropr_jax.reducers.base import Reducer
 from cropr_jax.reducers.dpc_knn import DPCKNN
 from cropr_jax.reducers.dtop import DToP
 from cropr_jax.reducers.dynamicvit import DynamicViT
@@ -40,3 +43,13 @@ OF_FUSIONS: dict[str, type[Reducer]] = {"dtop": DToP}
 def method(name: str) -> type[Reducer]:
     """The method of a model, by its attribute `reduction`."""
     return (REDUCERS | OF_FUSIONS)[name]
+
+
+def options(name: str) -> dict[str, Any]:
+    """Options of a method and their defaults: the fields of its class that it adds to `Reducer`."""
+    shared = {field.name for field in dataclasses.fields(Reducer)}
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(method(name))
+        if field.name not in shared
+    }

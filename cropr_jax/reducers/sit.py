@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from cropr_jax.layers import Dtype, LayerNorm, Mlp, gelu, normal_init
-from cropr_jax.reducers.base import SiteSizes
-from cropr_jax.reducers.distillation import Prediction, divergence, squared_error
+from cropr_jax.core.layers import Dtype, LayerNorm, Mlp, gelu, normal_init
+from cropr_jax.core.reducer import Prediction, SiteSizes
+from cropr_jax.reducers.distillation import divergence, squared_error
 from cropr_jax.reducers.soft import SoftReducer
 from cropr_jax.tokens import Tokens
 

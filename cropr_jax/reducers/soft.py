@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from cropr_jax.reducers.base import Context, Reducer, SiteSizes
+from cropr_jax.core.reducer import Context, Reducer, SiteSizes
 from cropr_jax.tokens import Tokens
 
 

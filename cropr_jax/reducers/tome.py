@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from cropr_jax import routing
-from cropr_jax.reducers.base import Context, Reducer, SiteSizes
+from cropr_jax.core import routing
+from cropr_jax.core.reducer import Context, Reducer, SiteSizes
 from cropr_jax.tokens import Tokens
 
 HIGHEST = jax.lax.Precision.HIGHEST

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from cropr_jax import routing
-from cropr_jax.reducers.base import Context, Pruner
+from cropr_jax.core import routing
+from cropr_jax.core.reducer import Context, Pruner
 from cropr_jax.tokens import Tokens
 
 

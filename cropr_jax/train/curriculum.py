@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from cropr_jax import models
+from cropr_jax.core.schedule import Schedule
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.vit import ViT
-from cropr_jax.schedule import Schedule
+from cropr_jax.models import Trunk
 
 
 def rates(start: int, final: int, epochs: int, step: int = 1) -> tuple[int, ...]:
@@ -60,20 +60,19 @@ class Curriculum:
         return f"R {' '.join(map(str, distinct))} in the first {len(self.first)} epochs"
 
 
-def make(config: Mapping[str, Any], model: ViT, epoch_steps: float | int) -> Curriculum:
+def make(config: Mapping[str, Any], model: Trunk, epoch_steps: float | int) -> Curriculum:
     """The curriculum of a config.
 
     Args:
-      config: plain values. `curriculum` is {epochs, start, step}, None for 0, 0 and 1; absent, or
-        with 0 epochs, every step has the model's schedule.
+      config: plain values. `curriculum` is {epochs, start, step}; with 0 epochs every step has the
+        model's schedule.
       model: with that schedule.
       epoch_steps: steps of an epoch.
 
     Raises:
       ConfigError: on a wrong field, or a method whose parameters depend on the rate.
     """
-    given = {k: v for k, v in (config.get("curriculum") or {}).items() if v is not None}
-    settings = {"epochs": 0, "start": 0, "step": 1} | given
+    settings = config["curriculum"]
     if not settings["epochs"]:
         return Curriculum((), model.schedule, epoch_steps)
     if model.reduction == "none":

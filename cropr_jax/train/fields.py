@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cropr_jax import tasks
 from cropr_jax.errors import ConfigError
-from cropr_jax.models import Segmenter
-
-Names = tuple[set[str], set[str]]
+from cropr_jax.host.messages import did_you_mean
+from cropr_jax.reducers import registry
+from cropr_jax.tasks import Task
+from cropr_jax.tasks.base import Names
 
 _MODEL = {"name", "variant", "head", "reduction"}
-_MODEL |= {field.name for field in dataclasses.fields(Segmenter)}
 # Names that a config must and may have, by section. A section that is not there is not read; the
 # first one says which must be.
 SHARED: dict[str, Names] = {
@@ -68,25 +66,21 @@ SHARED: dict[str, Names] = {
     ),
     "curriculum": ({"epochs"}, {"start", "step"}),
     "mesh": ({"data", "fsdp"}, set()),
+    # And every attribute of the task's models.
     "model": ({"image_size", "num_classes", "reduction"}, _MODEL),
     "model.reduction": ({"name"}, {"schedule", "rate", "fusion", "options"}),
 }
-# What each task has beside them.
-OF_TASK: dict[str, dict[str, Names]] = {
-    "classification": {
-        "": ({"mixup"}, set()),
-        "mixup": ({"mixup", "cutmix", "switch_prob", "group", "label_smoothing"}, set()),
-        "preprocess": ({"res", "mean", "std", "interpolation", "crop_ratio", "train"}, set()),
-        "preprocess.train": ({"crop_scale", "flip", "rand_augment", "erase"}, set()),
-    },
-    "segmentation": {
-        "data": (set(), {"ignore", "zero_is_ignored"}),
-        "preprocess": ({"res", "mean", "std", "train"}, {"eval_stride"}),
-        "preprocess.train": (
-            {"resize_base", "ratio_range", "cat_max_ratio", "flip", "photometric"},
-            set(),
-        ),
-    },
+# What a field has that a config leaves out or sets to None, where that is no value of its own.
+DEFAULTS = {
+    "accum_steps": 1,
+    "init": "",
+    "init_resampling": "timm",
+    "teacher": "",
+    "train": "all",
+    "targets": "labels",
+    "curriculum.epochs": 0,
+    "curriculum.start": 0,
+    "curriculum.step": 1,
 }
 # Fields that may change between two starts of one run: none of them changes a trained number.
 FREE = (
@@ -122,15 +116,30 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def fields_of(task: str) -> dict[str, Names]:
-    """Needed and optional names of each section.
+def settled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the defaults of what it leaves out, options of its method among them."""
+    made = json.loads(json.dumps(config))
+    for name, value in DEFAULTS.items():
+        *sections, last = name.split(".")
+        node = made
+        for section in sections:
+            node[section] = node.get(section) or {}
+            node = node[section]
+        if node.get(last) is None:
+            node[last] = value
+    reduction = made["model"].get("reduction", {})
+    # Neither 'none' nor a wrong name, which the model refuses.
+    if reduction.get("name") in registry.REDUCERS | registry.OF_FUSIONS:
+        defaults = plain(registry.options(reduction["name"]))
+        reduction["options"] = defaults | (reduction.get("options") or {})
+    return made
 
-    Raises:
-      ConfigError: on an unknown task.
-    """
-    tasks.get(task)
+
+def fields_of(task: type[Task]) -> dict[str, Names]:
+    """Needed and optional names of each section."""
     merged = dict(SHARED)
-    for section, (needed, optional) in OF_TASK[task].items():
+    own = {"model": (set(), {field.name for field in dataclasses.fields(task.head)})}
+    for section, (needed, optional) in (*task.fields.items(), *own.items()):
         before = merged.get(section, (set(), set()))
         merged[section] = before[0] | needed, before[1] | optional
     return merged
@@ -144,13 +153,17 @@ def _section(config: Mapping[str, Any], name: str) -> Any:
     return node
 
 
-def check_names(config: Mapping[str, Any]) -> None:
+def check_names(config: Mapping[str, Any], task: type[Task]) -> None:
     """Refuses unknown and missing fields.
+
+    Args:
+      config: plain values.
+      task: that it names.
 
     Raises:
       ConfigError: naming the field, with the names that come close.
     """
-    for section, (needed, optional) in fields_of(config.get("task", "")).items():
+    for section, (needed, optional) in fields_of(task).items():
         node = _section(config, section)
         if node is None:
             continue
@@ -159,12 +172,7 @@ def check_names(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"{where}: found {node!r}, expected a section with {sorted(needed)}")
         for name in node:
             if name not in needed | optional:
-                close = difflib.get_close_matches(name, needed | optional, 3, 0.5)
-                hint = (
-                    f"did you mean {' or '.join(close)}?"
-                    if close
-                    else (f"it may have {', '.join(sorted(needed | optional))}")
-                )
+                hint = did_you_mean(name, needed | optional)
                 raise ConfigError(f"{where}.{name}: no such field; {hint}")
         for name in sorted(needed):
             if name not in node:
@@ -175,7 +183,8 @@ def difference(
     config: Mapping[str, Any], before: Mapping[str, Any], free: Iterable[str] = FREE
 ) -> str | None:
     """Name of the first field that differs between two configs, None if only `free` ones do."""
-    new, old = leaves(config), leaves(before)
+    # Runs of before a field was written out had its default.
+    new, old = leaves(settled(config)), leaves(settled(before))
     for name in sorted(new.keys() | old.keys()):
         if any(name == field or name.startswith(field + ".") for field in free):
             continue
@@ -191,7 +200,8 @@ def check_same(config: Mapping[str, Any], before: Mapping[str, Any], workdir: An
       ConfigError: naming the first field that differs and may not.
     """
     if name := difference(config, before):
+        new, old = (leaves(settled(one)).get(name) for one in (config, before))
         raise ConfigError(
-            f"config.{name}: {leaves(config).get(name)!r}, but the run in '{workdir}' began with "
-            f"{leaves(before).get(name)!r}: choose another --workdir, or remove that one"
+            f"config.{name}: {new!r}, but the run in '{workdir}' began with {old!r}: choose "
+            "another --workdir, or remove that one"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 
 from cropr_jax import models
 from cropr_jax.convert.load import Loaded, load
+from cropr_jax.core.trees import SITE, flatten, of_site, unflatten
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.vit import ViT
-from cropr_jax.train.optimizer import flatten, unflatten
+from cropr_jax.models import Trunk
 
 
 def check_path(path: str, field: str = "config.init") -> None:
@@ -30,21 +29,8 @@ def check_path(path: str, field: str = "config.init") -> None:
         )
 
 
-def fresh_params(model: ViT, key: jax.Array, names: Iterable[str]) -> dict[str, jax.Array]:
-    """Flat parameters of these names as `models.init` makes them; no others are kept in memory."""
-    names = tuple(names)
-    if not names:
-        return {}
-
-    def make() -> dict[str, jax.Array]:
-        every = flatten(models.init(model, key))
-        return {name: every[name] for name in names}
-
-    return jax.jit(make)()
-
-
 def initial_params(
-    path: str, model: ViT, key: jax.Array, resampling: str = "timm"
+    path: str, model: Trunk, key: jax.Array, resampling: str = "timm"
 ) -> tuple[dict[str, Any], list[str]]:
     """Parameters for the first step, and what to tell the user about them.
 
@@ -62,12 +48,12 @@ def initial_params(
     if not path:
         return models.init(model, key), []
     loaded = _read("config.init", path, model, resampling)
-    fresh = fresh_params(model, key, loaded.plan.fresh)
+    fresh = flatten(models.init_some(model, key, loaded.plan.fresh))
     return unflatten({**fresh, **loaded.params}), loaded.notes()
 
 
 def teacher_params(
-    path: str, teacher: ViT, resampling: str = "timm"
+    path: str, teacher: Trunk, resampling: str = "timm"
 ) -> tuple[dict[str, Any], list[str]]:
     """Parameters of a teacher, all of them from the file, and what to tell the user about them.
 
@@ -86,7 +72,7 @@ def teacher_params(
 
 
 def router_params(
-    path: str, model: ViT, key: jax.Array, resampling: str = "timm"
+    path: str, model: Trunk, key: jax.Array, resampling: str = "timm"
 ) -> tuple[dict[str, Any], list[str]]:
     """Parameters for the first step of training the routers of a model that is there.
 
@@ -102,29 +88,28 @@ def router_params(
     """
     loaded = _read("config.init", path, model, resampling)
     _check_whole("config.init", path, loaded, model)
-    fresh = fresh_params(model, key, loaded.plan.fresh)
-    sources = {"norm": model.head_norm, "linear": "head"}
-    copied = {
-        name: jnp.asarray(loaded.params[f"{sources[found[1]]}/{found[2]}"])
-        for name in fresh
-        if (found := re.fullmatch(r"reducer_\d+/auxiliary_head/(norm|linear)/(\w+)", name))
-    }
+    fresh = flatten(models.init_some(model, key, loaded.plan.fresh))
+    copied = {}
+    for name in fresh:
+        if found := re.fullmatch(rf"{SITE}\d+/auxiliary_head/(norm|linear)/(\w+)", name):
+            own = {"norm": model.head_norm, "linear": "head"}[found[1]]
+            copied[name] = jnp.asarray(loaded.params[f"{own}/{found[2]}"])
     notes = loaded.notes() + (["auxiliary heads: copies of norm and head"] if copied else [])
     return unflatten({**fresh, **copied, **loaded.params}), notes
 
 
-def _check_whole(field: str, path: str, loaded: Loaded, model: ViT) -> None:
+def _check_whole(field: str, path: str, loaded: Loaded, model: Trunk) -> None:
     """Refuses a file that lacks anything but reducers, of a model that is to stay as it is."""
     for name, why in loaded.plan.fresh.items():
-        if not name.startswith("reducer_"):
+        if not of_site(name):
             raise ConfigError(
                 f"{field}: '{path}' has no '{name}' that fits ({why}), and none is trained here: "
-                f"give a model that was trained for these {model.num_classes} classes with pool "
-                f"{model.pool!r}"
+                f"give a model that was trained for these {model.num_classes} classes with "
+                f"the norm '{model.head_norm}' before its head"
             )
 
 
-def _read(field: str, path: str, model: ViT, resampling: str) -> Loaded:
+def _read(field: str, path: str, model: Trunk, resampling: str) -> Loaded:
     try:
         return load(path, model, resampling=resampling)
     except ConfigError as error:

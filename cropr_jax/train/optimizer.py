@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import optax
-from flax import traverse_util
 
 from cropr_jax.errors import ConfigError
 
 T = TypeVar("T")
 Rules = Sequence[tuple[str, T]]
-Flat = dict[str, jax.Array]
 
 # Which parameters are decayed (1) and which not (0). By name, not by rank: torch's rule "axes > 1"
 # would decay our attention biases [h, hd] and would spare a vector that stands for a matrix.
@@ -63,17 +60,7 @@ def match(names: Iterable[str], rules: Rules[T], what: str) -> dict[str, T]:
     return found
 
 
-def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested parameters to `{'a/b': leaf}`."""
-    return traverse_util.flatten_dict(params, sep="/")
-
-
-def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of `flatten`."""
-    return traverse_util.unflatten_dict(dict(flat), sep="/")
-
-
-def trainable_names(names: Iterable[str], freeze: Sequence[str]) -> tuple[str, ...]:
+def trainable(names: Iterable[str], freeze: Sequence[str]) -> tuple[str, ...]:
     """Names that no regex of `freeze` matches as a whole, sorted.
 
     Raises:
@@ -94,21 +81,6 @@ def trainable_names(names: Iterable[str], freeze: Sequence[str]) -> tuple[str, .
     if not left:
         raise ConfigError(f"config.optimizer.freeze = {tuple(freeze)} leaves no parameter to train")
     return left
-
-
-def split(params: Mapping[str, Any], trainable: Iterable[str]) -> tuple[Flat, Flat]:
-    """Flat trainable and flat frozen part of nested parameters."""
-    flat = flatten(params)
-    chosen = set(trainable)
-    return (
-        {name: leaf for name, leaf in flat.items() if name in chosen},
-        {name: leaf for name, leaf in flat.items() if name not in chosen},
-    )
-
-
-def merge(trainable: Flat, frozen: Flat) -> dict[str, Any]:
-    """Inverse of `split`."""
-    return unflatten({**trainable, **frozen})
 
 
 def depth_of(names: Iterable[str]) -> int:
@@ -145,7 +117,7 @@ def scale_by_tree(factors: Mapping[str, float]) -> optax.GradientTransformation:
 def adamw(
     names: Sequence[str],
     depth: int,
-    schedule: Callable[[Any], jax.Array],
+    learning_rate: Callable[[Any], jax.Array],
     *,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -157,12 +129,12 @@ def adamw(
     """AdamW as the released code sets it up, on a flat dictionary of trainable parameters.
 
     The step is `-lr(t) * layer_factor * (adam + weight_decay * parameter)`: the decay is decoupled
-    and scaled by the same rate, and the layer factor multiplies the whole schedule, floor included.
+    and scaled by the same rate, and the layer factor multiplies all of that, the floor included.
 
     Args:
       names: trainable parameters.
       depth: blocks of the model.
-      schedule: learning rate by step, from 0.
+      learning_rate: by step, from 0.
       betas: decay rates of the two moments.
       eps: added to the root of the second moment.
       weight_decay: decay of a parameter whose rule gives 1.
@@ -181,43 +153,5 @@ def adamw(
         optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=eps),
         optax.add_decayed_weights(weight_decay, mask=decayed),
         scale_by_tree(factors),
-        optax.scale_by_learning_rate(schedule),
+        optax.scale_by_learning_rate(learning_rate),
     )
-
-
-class TrainState(NamedTuple):
-    """All that a step changes, and all that a checkpoint holds."""
-
-    step: jax.Array  # int32, steps taken
-    params: dict[str, Any]  # nested, float32, frozen ones included
-    opt_state: Any
-    ema: Flat | None  # average of the trainable parameters, None where it is off
-    teacher: dict[str, Any] | None = None  # parameters of the teacher, nested; None without one
-
-
-def create_state(
-    params: dict[str, Any],
-    optimizer: optax.GradientTransformation,
-    trainable: Sequence[str],
-    ema: bool,
-    teacher: dict[str, Any] | None = None,
-) -> TrainState:
-    """State before the first step; traceable, so that it can be made in place on a mesh."""
-    chosen, _ = split(params, trainable)
-    # A copy: the step donates the state, and one buffer cannot be donated twice.
-    average = jax.tree.map(jnp.copy, chosen) if ema else None
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(chosen), average, teacher)
-
-
-def update_ema(ema: Flat | None, params: Flat, decay: float | None) -> Flat | None:
-    """Exponential moving average `decay * ema + (1 - decay) * params`."""
-    if ema is None or decay is None:
-        return None
-    return jax.tree.map(lambda old, new: old * decay + new * (1.0 - decay), ema, params)
-
-
-def evaluation_params(state: TrainState) -> dict[str, Any]:
-    """Parameters to evaluate with: the average where there is one."""
-    if state.ema is None:
-        return state.params
-    return unflatten({**flatten(state.params), **state.ema})

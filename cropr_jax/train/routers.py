@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from cropr_jax import models
+from cropr_jax.core import trees
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.vit import ViT
+from cropr_jax.host.messages import check_choice
+from cropr_jax.models import Trunk
 
 TRAIN = ("all", "routers")
 TARGETS = ("labels", "model")
 # Everything but the sites.
-BACKBONE = r"(?!reducer_).*"
+BACKBONE = rf"(?!{trees.SITE}).*"
 
 
 def only(config: Mapping[str, Any]) -> bool:
@@ -35,7 +37,7 @@ def freeze(config: Mapping[str, Any]) -> tuple[str, ...]:
     return (*own, BACKBONE) if only(config) else own
 
 
-def check(config: Mapping[str, Any], model: ViT) -> None:
+def check(config: Mapping[str, Any], model: Trunk) -> None:
     """Refuses what cannot be trained in this way.
 
     Args:
@@ -45,8 +47,8 @@ def check(config: Mapping[str, Any], model: ViT) -> None:
     Raises:
       ConfigError: naming the field.
     """
-    models.choose("train", config.get("train") or "all", TRAIN)
-    models.choose("targets", config.get("targets") or "labels", TARGETS)
+    check_choice("train", config["train"], TRAIN)
+    check_choice("targets", config["targets"], TARGETS)
     if not only(config):
         if from_model(config):
             raise ConfigError(
@@ -70,12 +72,12 @@ def check(config: Mapping[str, Any], model: ViT) -> None:
         )
 
 
-def _refusal(model: ViT) -> str:
+def _refusal(model: Trunk) -> str:
     """Why the method cannot be trained alone; empty if it can."""
     if model.reduction == "none":
         return "has no sites"
     if model.make_reducer().trains_alone:
         return ""
-    if not any(name.startswith("reducer_") for name in models.abstract_params(model)):
+    if not any(map(trees.of_site, models.abstract_params(model))):
         return "has nothing to train: evaluate it in that model as it is (--mode eval)"
     return "learns from what later blocks make of its tokens and not by a loss of its sites alone"

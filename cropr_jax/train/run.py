@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import jax
 import numpy as np
 
 from cropr_jax import models
+from cropr_jax.core.schedule import Schedule
 from cropr_jax.data import pipeline
-from cropr_jax.schedule import Schedule
-from cropr_jax.train import checkpoints, initial, optimizer, routers, sharding
+from cropr_jax.runs import checkpoints
+from cropr_jax.tasks import Result
+from cropr_jax.train import initial, routers, sharding
 from cropr_jax.train.logging import say
-from cropr_jax.train.optimizer import TrainState
 from cropr_jax.train.recipe import Recipe
-from cropr_jax.train.step import INIT_KEY, Step, jit_evaluate, jit_train
+from cropr_jax.train.state import TrainState, create_state
+from cropr_jax.train.step import INIT_KEY, jit_evaluate, jit_train, run_key
 
 # Steps that may be under way on the device while the host goes on.
 IN_FLIGHT = 2
@@ -57,45 +60,39 @@ class Run:
 
     Attributes:
       recipe: what is run.
-      step: its pure functions.
       abstract: the state's shapes, with shardings.
+      shardings: of the state.
+      key: of the run.
     """
 
     def __init__(self, resolved: Recipe):
         self.recipe = resolved
-        self.step: Step = resolved.step()
+        self.key = run_key(resolved.config["seed"])
         teacher = None
-        if resolved.teacher is not None and resolved.config.get("teacher"):
-            teacher = models.abstract_params(resolved.teacher)
+        if resolved.teacher_path and (taught := resolved.training.teacher) is not None:
+            teacher = models.abstract_params(taught)
         shapes = jax.eval_shape(self._state, models.abstract_params(resolved.model), teacher)
         self.shardings = sharding.state_shardings(shapes, resolved.mesh)
         self.abstract: TrainState = checkpoints.abstract(shapes, self.shardings)
         self._evaluations: dict[Schedule, Any] = {}
 
     def _state(self, params: dict[str, Any], teacher: dict[str, Any] | None) -> TrainState:
-        resolved = self.recipe
-        average = resolved.config["optimizer"].get("ema") is not None
-        return optimizer.create_state(
-            params, resolved.optimizer, resolved.trainable, average, teacher
-        )
-
-    def _fresh(self, teacher: dict[str, Any] | None) -> TrainState:
-        return self._state(models.init(self.recipe.model, self.step.key(INIT_KEY)), teacher)
+        step = self.recipe.training
+        return create_state(params, step.optimizer, step.trainable, step.ema is not None, teacher)
 
     def initial_state(self) -> TrainState:
         """State before the first step, made where it is to lie."""
         config, model = self.recipe.config, self.recipe.model
-        rule = config.get("init_resampling") or "timm"
+        rule, key = config["init_resampling"], jax.random.fold_in(self.key, INIT_KEY)
         teacher = None
-        if self.recipe.teacher is not None and (path := config.get("teacher")):
-            teacher, notes = initial.teacher_params(path, self.recipe.teacher, rule)
+        path, taught = self.recipe.teacher_path, self.recipe.training.teacher
+        if path and taught is not None:
+            teacher, notes = initial.teacher_params(path, taught, rule)
             say("; ".join([f"Learns from {path}", *notes]))
-        path = config.get("init") or ""
-        if not path:
-            return jax.jit(self._fresh, out_shardings=self.shardings)(teacher)
         read = initial.router_params if routers.only(config) else initial.initial_params
-        params, notes = read(path, model, self.step.key(INIT_KEY), rule)
-        say("; ".join([f"Starts from {path}", *notes]))
+        params, notes = read(config["init"], model, key, rule)
+        if config["init"]:
+            say("; ".join([f"Starts from {config['init']}", *notes]))
         return jax.jit(self._state, out_shardings=self.shardings)(params, teacher)
 
     def restore(self, path: Path) -> TrainState:
@@ -106,44 +103,58 @@ class Run:
         """The parameters of a step directory to evaluate with; no moments are read."""
         return checkpoints.restore_params(path, self.abstract.params)
 
-    def compile_train(self, schedule: Schedule, batch: Mapping[str, Any]) -> Any:
+    def compile_train(self, pruning: Schedule, batch: Mapping[str, Any]) -> Any:
         """The compiled training step (its first call would compile it too, untimed).
 
         Args:
-          schedule: of pruning.
+          pruning: schedule.
           batch: whose shapes are those of all.
-        """
-        step = jit_train(self.recipe.step(schedule), self.shardings)
-        options = self.recipe.config.get("compiler_options")
-        return step.lower(self.abstract, batch).compile(compiler_options=options)
 
-    def evaluate(self, params: dict[str, Any], schedule: Schedule) -> Evaluation:
+        Returns:
+          A function of state and batch.
+        """
+        step = jit_train(self.recipe.step(pruning), self.shardings)
+        options = self.recipe.config.get("compiler_options")
+        compiled = step.lower(self.abstract, batch, self.key).compile(compiler_options=options)
+        return lambda state, batch: compiled(state, batch, self.key)
+
+    def evaluate(self, params: dict[str, Any], pruning: Schedule) -> Evaluation:
         """Results of every evaluation split, over all its examples, with a schedule of pruning."""
-        task = self.recipe.task
-        if schedule not in self._evaluations:
-            step = self.recipe.step(schedule)
-            self._evaluations[schedule] = jit_evaluate(step, self.shardings.params)
-        compiled = self._evaluations[schedule]
-        metrics, per_class = {}, {}
-        for name in self.recipe.config["data"]["eval"]:
-            batches = pipeline.eval_batches(
-                self.recipe.config, name, jax.process_index(), jax.process_count()
+        if pruning not in self._evaluations:
+            step = self.recipe.step(pruning)
+            self._evaluations[pruning] = jit_evaluate(step, self.shardings.params)
+        found = {
+            name: self._evaluate(name, functools.partial(self._evaluations[pruning], params))
+            for name in self.recipe.config["data"]["eval"]
+        }
+        return Evaluation(
+            {name: result.metrics for name, result in found.items()},
+            {name: result.per_class for name, result in found.items() if result.per_class},
+        )
+
+    def _evaluate(self, name: str, measure: Callable[..., Any]) -> Result:
+        """The result of one split; the host collects a batch while the device works on later ones.
+
+        Args:
+          name: of the split.
+          measure: of a batch and the key of the run.
+        """
+        examples = self.recipe.evaluation_examples(name)
+        evaluator = self.recipe.task.evaluator(examples.source)
+        batches = pipeline.eval_batches(
+            self.recipe.config, examples, jax.process_index(), jax.process_count()
+        )
+        pending: collections.deque[Any] = collections.deque()
+        for batch in prefetch(batches, self.recipe.mesh):
+            pending.append(measure(batch, self.key))
+            if len(pending) > IN_FLIGHT:
+                evaluator.add(jax.device_get(pending.popleft()))
+        for outputs in pending:
+            evaluator.add(jax.device_get(outputs))
+        result = evaluator.result()
+        if result.metrics["examples"] != len(examples.source):
+            raise RuntimeError(
+                f"evaluation of '{name}' counted {result.metrics['examples']} of "
+                f"{len(examples.source)} examples"
             )
-            pending: collections.deque[Any] = collections.deque()
-            sums = []
-            for batch in prefetch(batches, self.recipe.mesh):
-                pending.append(compiled(params, batch))
-                if len(pending) > IN_FLIGHT:
-                    sums.append(jax.device_get(pending.popleft()))
-            sums.extend(jax.device_get(list(pending)))
-            metrics[name] = task.summarize(sums)
-            if metrics[name]["examples"] != self.recipe.eval_examples[name]:
-                raise RuntimeError(
-                    f"evaluation of '{name}' counted {metrics[name]['examples']} of "
-                    f"{self.recipe.eval_examples[name]} examples"
-                )
-            if hasattr(task, "per_class"):
-                per_class[name] = dict(
-                    zip(self.recipe.class_names, task.per_class(sums), strict=True)
-                )
-        return Evaluation(metrics, per_class)
+        return result

@@ -1,7 +1,8 @@
 """One training step and one evaluation step, as pure functions for `jax.jit`.
 
 Everything random is folded from (seed, step, example or group), so devices, hosts and micro-batches
-change no number but the order of sums.
+change no number but the order of sums. The seed comes in as a key, an argument: what is compiled
+for one seed serves all.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,17 +17,23 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from cropr_jax import rng
-from cropr_jax.models.vit import ViT
-from cropr_jax.reducers.distillation import Prediction
-from cropr_jax.train import mixup, optimizer, sharding
-from cropr_jax.train.optimizer import Flat, TrainState
+from cropr_jax.core import rng, trees
+from cropr_jax.core.reducer import Prediction
+from cropr_jax.models import Trunk
+from cropr_jax.tasks import Task
+from cropr_jax.train import sharding
+from cropr_jax.train.state import Flat, TrainState, merge, split, update_ema
 
-Batch = dict[str, Any]  # arrays; of targets perhaps a tree of them
+Batch = dict[str, Any]  # arrays, or trees of them
 Metrics = dict[str, jax.Array]
 
 # What the keys that are folded from the seed are for.
-INIT_KEY, MODEL_KEY, MIXUP_KEY, EVAL_KEY = range(4)
+INIT_KEY, MODEL_KEY, PREPARE_KEY, EVAL_KEY = range(4)
+
+
+def run_key(seed: int) -> jax.Array:
+    """The key of a run, from which all others are folded."""
+    return jax.random.key(seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,82 +42,88 @@ class Step:
 
     Attributes:
       model: training form.
-      task: module of `cropr_jax.tasks`.
-      optimizer: transformation of flat trainable gradients.
-      schedule: learning rate by step, for the log.
+      task: of the model.
+      optimizer: transformation of flat gradients of the trained parameters.
+      learning_rate: by step, for the log.
       trainable: names of the parameters that are trained.
-      mixing: mixup, CutMix and label smoothing; None for a task whose images are not mixed.
       accum_steps: micro-batches of a step.
       ema: decay of the average of parameters, None for no average.
-      seed: of the run.
       mesh: devices.
       teacher: frozen, unpruned model whose outputs the method learns from; None for no such model.
       from_model: whether its predictions are the targets, instead of the labels.
     """
 
-    model: ViT
-    task: ModuleType
+    model: Trunk
+    task: Task
     optimizer: optax.GradientTransformation
-    schedule: Callable[[jax.Array], jax.Array]
+    learning_rate: Callable[[jax.Array], jax.Array]
     trainable: Sequence[str]
-    mixing: mixup.MixupConfig | None
     accum_steps: int
     ema: float | None
-    seed: int
     mesh: Mesh
-    teacher: ViT | None = None
+    teacher: Trunk | None = None
     from_model: bool = False
 
-    def key(self, purpose: int) -> jax.Array:
-        """Key of the run for one purpose."""
-        return jax.random.fold_in(jax.random.key(self.seed), purpose)
-
-    def loss(self, chosen: Flat, frozen: Flat, teacher: Any, batch: Batch, step: jax.Array):
-        """Loss of a micro-batch `{image, targets, id}` and its parts."""
+    def loss(
+        self,
+        trained: Flat,
+        frozen: Flat,
+        teacher: Any,
+        batch: Batch,
+        step: jax.Array,
+        key: jax.Array,
+    ):
+        """Loss of a micro-batch `{inputs, targets, id}` and its parts."""
         # Not differentiating the frozen ones keeps the whole backward pass below them out.
         frozen = gather(frozen, self.mesh)
-        params = optimizer.merge(gather(chosen, self.mesh), frozen)
-        keys = rng.example_keys(self.key(MODEL_KEY), step, batch["id"])
-        logits, out = self.model.apply({"params": params}, batch["image"], train=True, keys=keys)
-        targets, distilled = batch["targets"], {}
+        params = merge(gather(trained, self.mesh), frozen)
+        keys = rng.example_keys(jax.random.fold_in(key, MODEL_KEY), step, batch["id"])
+        inputs, targets, distilled = batch["inputs"], batch["targets"], {}
+        prediction, out = self.model.apply({"params": params}, inputs, train=True, keys=keys)
         if self.teacher is not None:
-            taught = self.teach(self.teacher, teacher, frozen, batch["image"])
-            distilled = self.model.distillation_losses((logits, out), taught)
+            taught = self.teach(self.teacher, teacher, frozen, inputs)
+            distilled = self.model.distillation_losses((prediction, out), taught)
             if self.from_model:
                 targets = self.task.predicted_targets(taught[0], self.model)
         criterion = functools.partial(self.task.criterion, targets=targets)
         extra = self.model.reducer_losses(out, criterion)
-        total, parts = self.task.losses(logits, extra, targets)
+        total, parts = self.task.losses(prediction, extra, targets)
         return total + sum(distilled.values()), parts | distilled
 
-    def teach(self, model: ViT, params: Any, frozen: Flat, images: jax.Array) -> Prediction:
-        """What the teacher returns for images; nothing is drawn, as in evaluation.
+    def teach(self, model: Trunk, params: Any, frozen: Flat, inputs: Batch) -> Prediction:
+        """What the teacher returns for the same inputs; nothing is drawn, as in evaluation.
 
         Args:
           model: the teacher.
           params: of its own, or None: then it is the frozen backbone of the model that is trained.
           frozen: flat frozen parameters of that model, gathered.
-          images: normalised.
+          inputs: of the model.
         """
         if params is None:
-            whole = {k: leaf for k, leaf in frozen.items() if not k.startswith("reducer_")}
-            params = optimizer.unflatten(whole)
+            whole = {name: leaf for name, leaf in frozen.items() if not trees.of_site(name)}
+            params = trees.unflatten(whole)
         else:
             params = gather(params, self.mesh)
-        return jax.lax.stop_gradient(model.apply({"params": params}, images, train=False))
+        return jax.lax.stop_gradient(model.apply({"params": params}, inputs, train=False))
 
     def gradients(
-        self, chosen: Flat, frozen: Flat, teacher: Any, batch: Batch, step: jax.Array
+        self,
+        trained: Flat,
+        frozen: Flat,
+        teacher: Any,
+        batch: Batch,
+        step: jax.Array,
+        key: jax.Array,
     ) -> tuple[Flat, Metrics]:
         """Mean gradient and metrics over the micro-batches.
 
-        Micro-batch j takes every `accum_steps`-th image from j on: with the batch cut over devices
-        each device slices its own part, and nothing is exchanged.
+        Micro-batch j takes every `accum_steps`-th example from j on: with the batch cut over
+        devices each device slices its own part, and nothing is exchanged.
         """
         differentiate = jax.value_and_grad(self.loss, has_aux=True)
 
         def one(micro: Batch) -> tuple[Flat, Metrics]:
-            (loss, parts), grads = differentiate(chosen, frozen, teacher, micro, step)
+            (loss, parts), grads = differentiate(trained, frozen, teacher, micro, step, key)
             return grads, {"loss": loss, **parts}
 
         if self.accum_steps == 1:
@@ -132,59 +144,58 @@ class Step:
             return jax.tree.map(jnp.add, total, grads), metrics
 
         # From zeros and not from the first micro-batch: the model is compiled once, in the loop.
-        zeros = jax.tree.map(jnp.zeros_like, chosen)
+        zeros = jax.tree.map(jnp.zeros_like, trained)
         total, metrics = jax.lax.scan(add, zeros, jnp.arange(self.accum_steps))
         mean = jax.tree.map(lambda x: x / self.accum_steps, total)
         return mean, jax.tree.map(lambda x: x.mean(0), metrics)
 
-    def targets(self, batch: Batch, step: jax.Array) -> Batch:
-        """What the model is to see and to predict: `{image, targets, id}`."""
-        images, labels = batch["image"], batch["label"]
-        if self.mixing is None:
-            targets = self.task.targets(labels, self.model)
-        else:
-            key = jax.random.fold_in(self.key(MIXUP_KEY), step)
-            images, targets = mixup.mix(self.mixing, key, images, labels, self.model.num_classes)
-        return {"image": images, "targets": targets, "id": batch["id"]}
-
-    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         """One optimizer step on a global batch.
 
         Args:
           state: before the step; to be donated.
-          batch: `image` float32 [b, h, w, 3] normalised, `label` int [b] or [b, h, w], `id` int
-            [b].
+          batch: of training examples of the task, with `id` int [b].
+          key: of the run.
 
         Returns:
           The state after the step, and scalars: loss and its parts, learning rate, gradient norm.
         """
-        targeted = self.targets(batch, state.step)
-        chosen, frozen = optimizer.split(state.params, self.trainable)
-        grads, metrics = self.gradients(chosen, frozen, state.teacher, targeted, state.step)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, chosen)
-        moved: Any = optax.apply_updates(chosen, updates)
+        drawn = jax.random.fold_in(jax.random.fold_in(key, PREPARE_KEY), state.step)
+        inputs, targets = self.task.prepare(batch, self.model, drawn)
+        prepared = {"inputs": inputs, "targets": targets, "id": batch["id"]}
+        trained, frozen = split(state.params, self.trainable)
+        grads, metrics = self.gradients(trained, frozen, state.teacher, prepared, state.step, key)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
+        moved: Any = optax.apply_updates(trained, updates)
         metrics |= {
-            "learning_rate": self.schedule(state.step),
+            "learning_rate": self.learning_rate(state.step),
             "gradient_norm": optax.tree.norm(grads),
         }
         after = TrainState(
             step=state.step + 1,
-            params=optimizer.merge(moved, frozen),
+            params=merge(moved, frozen),
             opt_state=opt_state,
-            ema=optimizer.update_ema(state.ema, moved, self.ema),
+            ema=update_ema(state.ema, moved, self.ema),
             teacher=state.teacher,
         )
         return after, metrics
 
-    def evaluate(self, params: dict[str, Any], batch: Batch) -> Metrics:
-        """The task's sums over the real examples of a batch `{image, label, id, mask, ...}`."""
+    def evaluate(self, params: dict[str, Any], batch: Batch, key: jax.Array) -> dict[str, Any]:
+        """What the task's evaluator takes up: its measures, and `id` and `mask` of all rows.
+
+        Args:
+          params: of the model.
+          batch: of evaluation examples of the task, with `id` and `mask`.
+          key: of the run.
+        """
         params = gather(params, self.mesh)
-        keys = rng.example_keys(self.key(EVAL_KEY), 0, batch["id"])
+        keys = rng.example_keys(jax.random.fold_in(key, EVAL_KEY), 0, batch["id"])
 
-        def predict(images: jax.Array) -> jax.Array:
-            return self.model.apply({"params": params}, images, train=False, keys=keys)[0]
+        def apply(inputs: Batch) -> Any:
+            return self.model.apply({"params": params}, inputs, train=False, keys=keys)[0]
 
-        return self.task.evaluation_sums(self.task.predict(predict, batch), batch)
+        outputs = self.task.measure(apply, batch)
+        return {**outputs, "id": batch["id"], "mask": batch["mask"]}
 
 
 def gather(params: Any, mesh: Mesh) -> Any:
@@ -218,20 +229,18 @@ def jit_train(step: Step, shardings: Any) -> Any:
       step: its parts.
       shardings: of the state, from `sharding.state_shardings`.
     """
-    batch = sharding.batch_sharding(step.mesh)
+    batch, everywhere = sharding.batch_sharding(step.mesh), sharding.replicated(step.mesh)
     return jax.jit(
         step.train,
-        in_shardings=(shardings, batch),
-        out_shardings=(shardings, sharding.replicated(step.mesh)),
+        in_shardings=(shardings, batch, everywhere),
+        out_shardings=(shardings, everywhere),
         donate_argnums=0,
     )
 
 
 def jit_evaluate(step: Step, shardings: Any) -> Any:
     """`step.evaluate` under `jax.jit`; `shardings` are those of the parameters."""
-    batch = sharding.batch_sharding(step.mesh)
+    batch, everywhere = sharding.batch_sharding(step.mesh), sharding.replicated(step.mesh)
     return jax.jit(
-        step.evaluate,
-        in_shardings=(shardings, batch),
-        out_shardings=sharding.replicated(step.mesh),
+        step.evaluate, in_shardings=(shardings, batch, everywhere), out_shardings=everywhere
     )

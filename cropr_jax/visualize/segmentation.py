@@ -90,23 +90,36 @@ def segmentation_figure(
     picture, colors, *rest = figure.subfigures(
         len(heights), 1, height_ratios=heights, squeeze=False
     )[:, 0]
-    axes = picture.subplots(len(images), columns, squeeze=False)
-    for i, (image, prediction) in enumerate(zip(images, predictions, strict=True)):
-        shown = [("", image / 255.0)]
-        if truths is not None:
-            shown.append(("truth", overlay(image, truths[i], len(class_names))))
-        shown.append((_score(prediction, truths, i), overlay(image, prediction, len(class_names))))
-        for axis, (title, pixels) in zip(axes[i], shown, strict=False):
-            axis.imshow(pixels, interpolation="nearest")
-            axis.set_title(title, fontsize=8, loc="left", pad=3)
-        if maps is not None:
-            draw_map(axes[i, -1], maps[0][i], maps[1][i], last)
-    for axis in axes.flat:
-        axis.axis("off")
+    _draw_rows(picture, columns, images, predictions, truths, maps, len(class_names))
     _legend_of_classes(colors, names, class_names)
     for bar in rest:
         legend_of_blocks(bar, last)
     figure.savefig(path)
+
+
+def _draw_rows(
+    picture: SubFigure,
+    columns: int,
+    images: Sequence[np.ndarray],
+    predictions: Sequence[np.ndarray],
+    truths: Sequence[np.ndarray] | None,
+    maps: tuple[np.ndarray, np.ndarray] | None,
+    classes: int,
+) -> None:
+    """A row of each image: itself, truth, prediction, and when its patches were pruned."""
+    axes = picture.subplots(len(images), columns, squeeze=False)
+    for i, (image, prediction) in enumerate(zip(images, predictions, strict=True)):
+        shown = [("", image / 255.0)]
+        if truths is not None:
+            shown.append(("truth", overlay(image, truths[i], classes)))
+        shown.append((_score(prediction, truths, i), overlay(image, prediction, classes)))
+        for axis, (title, pixels) in zip(axes[i], shown, strict=False):
+            axis.imshow(pixels, interpolation="nearest")
+            axis.set_title(title, fontsize=8, loc="left", pad=3)
+        if maps is not None:
+            draw_map(axes[i, -1], maps[0][i], maps[1][i], max(int(maps[1].max()), 1))
+    for axis in axes.flat:
+        axis.axis("off")
 
 
 def _score(prediction: np.ndarray, truths: Sequence[np.ndarray] | None, i: int) -> str:

@@ -5,6 +5,7 @@ import pytest
 from cropr_jax.bench import input as bench_input
 
 CONFIG = {
+    "task": "classification",
     "seed": 0,
     "batch_size": 16,
     "data": {

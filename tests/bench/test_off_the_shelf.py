@@ -8,9 +8,10 @@ import pytest
 from PIL import Image
 
 from cropr_jax import models
-from cropr_jax.bench import flops, off_the_shelf, untrained
+from cropr_jax.bench import off_the_shelf, untrained
 from cropr_jax.convert.timm import params_from_state_dict
 from cropr_jax.errors import ConfigError
+from cropr_jax.models import costs
 
 CLASSES = 12
 WIDTH, DEPTH, PATCH, SIDE = 16, 4, 4, 16
@@ -104,7 +105,7 @@ def test_another_image_size(place, capsys):
     off_the_shelf.main([*alone, "--res", "12x20", "--json", str(place / "out.json")])
     (row,) = json.loads((place / "out.json").read_text())["rows"]
     larger = models.create(untrained.model_fields(place / "tiny.npz", 2, (12, 20)))
-    assert larger.grid == (3, 5) and row["macs_all"] == flops.count(larger).all
+    assert larger.grid == (3, 5) and row["macs_all"] == costs.count(larger).all
     assert len(row["ranks"][0]) == 7 and "Unpruned" in capsys.readouterr().out
 
 

@@ -1,16 +1,21 @@
 """The benchmark: its file, its resumption, its command line."""
 
 import json
+import sys
 
 import jax
 import numpy as np
 import pytest
+from training import mesh_of
 
 from cropr_jax import models
 from cropr_jax.bench import __main__ as command
-from cropr_jax.bench import flops, methods, programs, report, spec, throughput
+from cropr_jax.bench import methods, programs, report, spec, throughput
 from cropr_jax.errors import ConfigError
+from cropr_jax.models import costs
+from cropr_jax.models.create import ARCHITECTURES
 from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.train import assemble, sharding
 
 TINY = "vit,width=16,depth=3,heads=2,patch=4,res=16,classes=5,r=4"
 SCHEMA = {
@@ -47,6 +52,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(throughput, "LATENCY_SECONDS", 1e-3)
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """Steps on one of the devices; else a batch has an image for each of them."""
+    monkeypatch.setattr(sharding, "make_mesh", lambda **_: mesh_of(1, 1))
+    monkeypatch.setattr(assemble, "device_count", lambda: 1)
+
+
 def test_file_and_resumption(tmp_path, capsys, monkeypatch):
     path = tmp_path / "speed.json"
     arguments = ["--config", TINY, "--batch_size", "2", "--rounds", "3", "--json", str(path)]
@@ -67,7 +79,7 @@ def test_file_and_resumption(tmp_path, capsys, monkeypatch):
     ours = rows["cropr"]
     assert ours["tokens"] == [12] and ours["tpr"] == 5 / 16
     model = models.create(spec.with_reduction(spec.model_fields(TINY), "cropr"))
-    assert ours["macs_all"] == flops.count(model).all
+    assert ours["macs_all"] == costs.count(model).all
     assert ours["params_full"] == models.count(models.abstract_params(model))
     assert ours["params_slim"] < ours["params_full"]
     paired = np.divide(rows["none"]["seconds"], ours["seconds"])
@@ -112,7 +124,7 @@ def test_an_interrupted_benchmark_leaves_rows(tmp_path):
     assert seen == [[1, 1], [2, 2]]
 
 
-def test_training_steps(tmp_path):
+def test_training_steps(one_device):
     """With what three of them change in the memory of one; several of a method by its options."""
     names = ("none", "cropr", "cropr:mlp=false")
     settings = methods.Settings(names, batch_size=2, rounds=2, stages=("train",))
@@ -124,7 +136,29 @@ def test_training_steps(tmp_path):
     assert cropr["peak_bytes"] > 3 * 4 * cropr["params_full"]
 
 
-def test_stages_take_turns():
+def test_training_steps_count_what_all_devices_do(one_device, monkeypatch):
+    """Losses and gradients of the batch; what each does for itself (AdamW) is little beside."""
+    config = f"{TINY},depth=2,res=64"
+    model = methods.create(config, "cropr", methods.Settings())
+
+    def flops():
+        training = programs.Training(model, programs.Pool(), spec.training_fields(config))
+        return training.compile(8).flops
+
+    alone = flops()
+    monkeypatch.setattr(sharding, "make_mesh", lambda **_: mesh_of(8, 1))
+    assert flops() == pytest.approx(alone, rel=0.1)
+
+
+def test_training_steps_that_do_not_divide(capsys):
+    assert jax.device_count() == 8
+    settings = methods.Settings(("none",), batch_size=12, stages=("slim", "train"))
+    with pytest.raises(ConfigError, match="batch_size: 12 does not divide by 8 devices.* is 8"):
+        throughput.measure(TINY, settings, say=print)
+    assert not capsys.readouterr().out
+
+
+def test_stages_take_turns(one_device):
     """Each method is timed once in what is the same program, and compared with 'none' of a kind."""
     settings = methods.Settings(("none", "cropr"), 1, rounds=2, stages=programs.STAGES)
     rows = {(row["reduction"], row["stage"]): row for row in throughput.measure(TINY, settings)}
@@ -147,7 +181,7 @@ def test_forms_of_a_segmenter():
     """The same logits; all queries cost their product with all tokens, 64 of them and CLS."""
     config = f"{TINY},head=segmentation,width=64,res=32"
     model = methods.create(config, "cropr", methods.Settings())
-    weights, batch = programs.Weights(), programs.example_batch(model, 2)
+    weights, batch = programs.Weights(), programs.example_inputs(model, 2)
 
     def run(stage):
         maker = programs.Inference(model, weights, stage)
@@ -168,7 +202,7 @@ def test_forms_of_a_segmenter():
     ("fusion", "names"),
     [("dtop", ("none", "dtop")), ("token_concat", ("cropr:train_queries=4",))],
 )
-def test_training_steps_of_segmenters(fusion, names):
+def test_training_steps_of_segmenters(one_device, fusion, names):
     """On their own task; a fusion may bring its method, and some of the queries may train."""
     settings = methods.Settings(names, batch_size=2, rounds=1, stages=("train",))
     rows = throughput.measure(f"{TINY},head=segmentation,fusion={fusion}", settings)
@@ -237,7 +271,7 @@ def test_variants():
     for name, rate in (("eva02_ti,res=336", 45), ("eva02_b,res=448", 80), ("eva02_l,res=448", 40)):
         assert spec.parse_variant(name)["reduction"]["rate"] == rate
     for architecture, rates in spec.RATES.items():
-        assert set(rates) == set(models.ARCHITECTURES[architecture][0])
+        assert set(rates) == set(ARCHITECTURES[architecture].VARIANTS)
     model = models.create(spec.with_reduction(spec.parse_variant("eva02_s"), "random"))
     assert (model.mlp, model.grid, model.schedule.removed) == ("swiglu", (16, 16), 201)
     model = models.create(spec.parse_variant("eva02,width=8,depth=2,heads=2"))
@@ -252,7 +286,8 @@ def test_variants():
     assert spec.with_reduction(options, "dtop")["reduction"]["fusion"] == "dtop"
 
 
-def test_config_files_need_their_own_packages_only(tmp_path):
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+def test_config_files_make_any_class_with_to_dict(tmp_path):
     (tmp_path / "made.py").write_text(
         "class Config(dict):\n"
         "    def to_dict(self):\n"
@@ -264,13 +299,29 @@ def test_config_files_need_their_own_packages_only(tmp_path):
     assert spec.model_fields(str(tmp_path / "made.py")) == {"variant": "ti"}
 
 
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+def test_config_files_import_their_neighbours(tmp_path, monkeypatch):
+    """From wherever the command was started."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "neighbours"
+    folder.mkdir()
+    (folder / "base.py").write_text("MODEL = {'variant': 'ti'}\n")
+    (folder / "made.py").write_text(
+        "from ml_collections import ConfigDict\n"
+        "from neighbours import base\n"
+        "def get_config(arg=None):\n"
+        "    return ConfigDict({'model': base.MODEL})\n"
+    )
+    assert spec.model_fields(str(folder / "made.py")) == {"variant": "ti"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "--config is missing"),
         (["--config", "vit_x"], "found 'vit_x', expected a file"),
         (["--config", "vit_l,fast"], "found 'fast'.*expected key=value"),
-        (["--config", "none.py:vit_l"], "'none.py' does not exist"),
+        (["--config", "none.py:vit_l"], "--config: there is no file 'none.py'"),
         (["--config", TINY, "--reduction", "cropper"], "found 'cropper'"),
         (["--config", "eva02_h"], "found 'eva02_h', expected a file"),
         (["--config", TINY + ",schedule=aggressive,r=99", "--reduction", "all"], "rate 99"),

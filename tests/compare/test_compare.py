@@ -7,15 +7,18 @@ import statistics
 from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
 
 from cropr_jax.compare import __main__ as compare
 from cropr_jax.compare import plan, table
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers.registry import REDUCERS
+from cropr_jax.tasks.classification.task import Classification
 from cropr_jax.visualize import seeds, tradeoff
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "digits.py") + ":runlocal"
+TOP1 = Classification.metric
 SMALL = ("--config.model.width=16", "--config.model.heads=2", "--config.model.depth=3")
 # ml_collections loads the file in a way that Python is giving up.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
@@ -60,6 +63,25 @@ def test_table(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "t.csv").read_text() == before
 
 
+@pytest.mark.slow
+def test_a_second_seed_compiles_nothing(tmp_path):
+    """Its programs are those of the first, up to the last scalar; only their arguments differ."""
+    misses = []
+
+    def listen(event, **_):
+        if event == "/jax/compilation_cache/cache_misses":
+            misses.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    words = ("--reductions=cropr", "--rounds=0", "--config.model.width=24")
+    compare.main(arguments(tmp_path, *words))
+    assert misses
+    misses.clear()
+    compare.main(arguments(tmp_path, *words, "--seeds=1"))
+    assert (tmp_path / "runs" / "cropr-per_block" / "seed_1" / "result.json").exists()
+    assert not misses
+
+
 def test_mistakes_come_before_training(tmp_path):
     with pytest.raises(ConfigError, match="reduction: found 'dropr', expected one of"):
         compare.main(arguments(tmp_path, "--reductions=none,dropr"))
@@ -91,7 +113,8 @@ def test_fusions_are_rows_and_some_bring_their_method(tmp_path):
         ("cropr", "llf"), ("dtop", "dtop"),
     ]  # fmt: skip
     made = [
-        dataclasses.asdict(row) | table.summary([0.5, 0.6]) | {"metric": "miou"} for row in rows
+        dataclasses.asdict(row) | table.summary([0.5, 0.6]) | {"metric_label": "mIoU"}
+        for row in rows
     ]
     text = table.markdown(made)
     assert "| mIoU % |" in text and "| cropr | per-block | llf | 2 |" in text
@@ -103,8 +126,9 @@ def test_options_of_a_method_are_rows(tmp_path):
     rows = plan.entries(("cropr", "cropr:heads=2:mlp=False"), ("per_block",), (-1,))
     planned = plan.make(CONFIG, SMALL, dict.fromkeys(rows, (0,)), tmp_path)
     plain, other = (run.recipe.model for (run,) in planned.runs.values())
-    assert dict(other.reducer) == {**dict(plain.reducer), "heads": 2, "mlp": False}
-    assert other.clone(reducer=plain.reducer) == plain
+    options = dict(plain.reducer_options)
+    assert dict(other.reducer_options) == {**options, "heads": 2, "mlp": False}
+    assert other.clone(reducer_options=plain.reducer_options) == plain
     workdirs = [run.workdir.relative_to(tmp_path) for (run,) in planned.runs.values()]
     assert workdirs[1] == Path("cropr-heads=2-mlp=False-per_block", "seed_0")
     assert len({row.label for row in rows}) == 2
@@ -145,12 +169,12 @@ def test_without_timing_there_is_no_trade_off(tmp_path):
         }
         for top1 in (0.5, 0.6)
     ]
-    row = compare.make_row(plan.Entry("random", "per_block"), (0, 1), results, "top1", None)
+    row = compare.make_row(plan.Entry("random", "per_block"), (0, 1), results, TOP1, None)
     compare.write(tmp_path / "t", [row], {"device": "cpu", "revision": "", "versions": {}})
     assert "| random | per-block |" in (tmp_path / "t.md").read_text()
     assert (tmp_path / "t_seeds.png").exists() and not (tmp_path / "t.png").exists()
     speed = {"images_per_second": 3.0, "ratio": 1.0, "batch_size": 2}
-    row = compare.make_row(plan.Entry("random", "per_block"), (0, 1), results, "top1", speed)
+    row = compare.make_row(plan.Entry("random", "per_block"), (0, 1), results, TOP1, speed)
     compare.write(tmp_path / "t", [row], {"device": "cpu", "revision": "", "versions": {}})
     assert (tmp_path / "t.png").exists()
 

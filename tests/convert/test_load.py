@@ -11,7 +11,7 @@ import pytest
 import weight_files
 from conftest import fixture_names, load_fixture
 from flax import traverse_util
-from state_dicts import CROPR, EVA02, VIT, made
+from state_dicts import CROPR, EVA02, VIT, made, without_pool
 
 from cropr_jax import models
 from cropr_jax.convert.files import write_safetensors
@@ -22,6 +22,8 @@ from cropr_jax.convert.to_timm import rename
 from cropr_jax.errors import ConfigError
 
 TOKENS, LOGITS, RESAMPLED = 1e-4, 2e-5, 2e-5
+# Of the architectures that there are.
+CONVERTED = [*fixture_names("convert_vit"), *fixture_names("convert_eva02")]
 
 
 def write(path, state, **metadata):
@@ -63,7 +65,7 @@ def converted_model(meta, **fields):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("suffix", [".npz", ".pth", ".safetensors"])
-@pytest.mark.parametrize("name", fixture_names("convert_"))
+@pytest.mark.parametrize("name", CONVERTED)
 def test_as_timm_converts(tmp_path, name, suffix):
     arrays, meta = load_fixture(name)
     model = converted_model(meta)
@@ -121,8 +123,8 @@ def test_weights_of_the_authors(tmp_path, name):
         "reduction": reduction,
     }
     path = write(tmp_path / "cropr.pth", part(arrays, "w/"))
-    head = {"head": "segmentation"} if segmenter else {}
-    loaded = load(path, models.create(fields | head))
+    same = without_pool(fields) | {"head": "segmentation"} if segmenter else fields
+    loaded = load(path, models.create(same))
     assert loaded.kind == "Cropr" and not loaded.plan.dropped and not loaded.plan.fresh
     if not segmenter:
         return
@@ -130,7 +132,8 @@ def test_weights_of_the_authors(tmp_path, name):
     heads = ("head/", "auxiliary_head/linear", "scorer/queries")
     assert loaded.plan.fresh
     assert all(any(head in name for head in heads) for name in loaded.plan.fresh)
-    assert "reducer_*/scorer ((64, 48) there)" in "".join(loaded.notes())
+    queries = (cropr["num_queries"], kwargs["embed_dim"])
+    assert f"reducer_*/scorer ({queries} there)" in "".join(loaded.notes())
 
 
 def test_a_head_for_other_classes_and_new_reducers(tmp_path):
@@ -147,7 +150,7 @@ def test_a_head_for_other_classes_and_new_reducers(tmp_path):
 def test_a_segmenter_for_other_sizes(tmp_path):
     """Queries, one a patch, are resampled as positions are; of a fusion's block all else stays."""
     pruned = {"name": "cropr", "rate": 1, "fusion": "cross_attn"}
-    fields = VIT | {"head": "segmentation", "depth": 3, "reduction": pruned}
+    fields = without_pool(VIT) | {"head": "segmentation", "depth": 3, "reduction": pruned}
     _, flat = made(fields)
     path = write(tmp_path / "x.npz", flat)
     assert load(path, models.create(fields)).notes() == []
@@ -178,7 +181,7 @@ def test_a_segmenter_starts_from_the_last_norm(tmp_path, backbone):
     if backbone == "eva02":
         state = {name.replace("fc_norm.", "norm."): value for name, value in state.items()}
         state["mask_token"] = np.zeros((1, 1, 16), np.float32)
-    model = models.create(fields | {"head": "segmentation", "num_classes": 7})
+    model = models.create(without_pool(fields) | {"head": "segmentation", "num_classes": 7})
     loaded = load(write(tmp_path / "x.npz", state), model)
     assert set(loaded.plan.fresh) == {"head/kernel", "head/bias"}
     name = f"{model.head_norm}/scale"

@@ -12,7 +12,7 @@ from weight_files import dense, pth_bytes
 from cropr_jax import models
 from cropr_jax.convert.files import write_safetensors
 from cropr_jax.convert.to_timm import rename
-from cropr_jax.train.optimizer import flatten
+from cropr_jax.core.trees import flatten
 
 # Times the float32 bytes of the parameters, above what the process held before.
 BOUND = 2.2

@@ -11,13 +11,15 @@ from cropr_jax.convert.match import fit, match
 from cropr_jax.convert.sources import recognise
 from cropr_jax.convert.to_timm import rename
 from cropr_jax.errors import ConfigError
+from cropr_jax.models import Trunk
 
 
 def test_ten_thousand_unknown_names():
     _, flat = made(VIT)
     state = rename(flat) | {f"blocks.0.x{i}": np.zeros(1) for i in range(10_000)}
+    wanted = {name: leaf.shape for name, leaf in flat.items()}
     with pytest.raises(ConfigError, match="'blocks.0.x7' and 9992 more$"):
-        match(recognise(state, 2), {name: leaf.shape for name, leaf in flat.items()}, (4, 4))
+        match(recognise(state, 2), wanted, (4, 4), Trunk.fresh)
 
 
 @pytest.mark.parametrize("kind", ["timm", "eva", "cropr", "big_vision", "vision_transformer"])
@@ -44,7 +46,7 @@ def test_wrong_shapes_end_in_one_error(kind):
             tried += 1
             try:
                 source = recognise(wrong, model.heads)
-                plan = match(source, wanted, model.grid)
+                plan = match(source, wanted, model.grid, model.fresh)
                 for taken in plan.taken:
                     array = source.leaves[taken].array
                     fit(taken, array, wanted[taken], source, model.grid, "timm")

@@ -12,8 +12,9 @@ import pytest
 from conftest import DATA
 from PIL import Image
 
+from cropr_jax import tasks
 from cropr_jax.data import ade20k, pipeline
-from cropr_jax.data.sources import open_source
+from cropr_jax.data.open import Splits, open_source
 from cropr_jax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,11 +96,13 @@ def test_batches_are_made_of_it(prepared):
         "data": {**data(prepared), "train": "train", "eval": {"v": "validation"}, "workers": 0},
         "preprocess": preprocess,
     }
-    (batch,) = pipeline.eval_batches(config, "v")
+    source = Splits(config["data"]).eval("v")
+    examples = tasks.create(config).evaluation(preprocess, source)
+    (batch,) = pipeline.eval_batches(config, examples)
     assert batch["label"].shape == (2, 10, 11)
     assert sorted(map(tuple, batch["size"].tolist())) == [(9, 11), (10, 10)]
     with pytest.raises(ConfigError, match="labels are maps, but config.task is 'classification'"):
-        pipeline.num_examples({**config, "task": "classification"})
+        tasks.get("classification")().evaluation(preprocess, source)
 
 
 def test_names(release, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from cropr_jax.data import digits, preprocess
-from cropr_jax.data.sources import open_source
+from cropr_jax.data.open import open_source
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,5 +1,6 @@
 """Batches: pure functions of (seed, step), hosts and workers change nothing; evaluation."""
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cropr_jax import tasks
 from cropr_jax.data import pipeline
+from cropr_jax.data.open import Splits, open_source
+from cropr_jax.data.records import Examples
 from cropr_jax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def config(**changes):
     base = {
+        "task": "classification",
         "seed": 3,
         "batch_size": 8,
         "eval_batch_size": 8,
@@ -65,6 +70,22 @@ def maps(**changes):
     return config(task="segmentation", preprocess=preprocess, data=data, **changes)
 
 
+def examples(config, name=""):
+    """Of the training split, or of the evaluation split called `name`."""
+    task, splits = tasks.create(config), Splits(config["data"])
+    if name:
+        return task.evaluation(config["preprocess"], splits.eval(name))
+    return task.training(config["preprocess"], splits.train)
+
+
+def train(config, *args, **kwargs):
+    return pipeline.train_batches(config, examples(config), *args, **kwargs)
+
+
+def evaluate(config, name, *args):
+    return pipeline.eval_batches(config, examples(config, name), *args)
+
+
 def take(batches, count):
     result = list(itertools.islice(batches, count))
     batches.close()
@@ -81,7 +102,7 @@ def assert_equal(left, right):
 
 
 def test_types_and_shapes():
-    (batch,) = take(pipeline.train_batches(config()), 1)
+    (batch,) = take(train(config()), 1)
     assert {key: (value.shape, str(value.dtype)) for key, value in batch.items()} == {
         "image": ((8, 8, 8, 3), "float32"),
         "label": ((8,), "int32"),
@@ -91,14 +112,14 @@ def test_types_and_shapes():
 
 
 def test_types_and_shapes_of_maps():
-    (batch,) = take(pipeline.train_batches(maps()), 1)
+    (batch,) = take(train(maps()), 1)
     assert {key: (value.shape, str(value.dtype)) for key, value in batch.items()} == {
         "image": ((8, 8, 12, 3), "float32"),
         "label": ((8, 8, 12), "uint8"),
         "id": ((8,), "int32"),
     }
     assert set(np.unique(batch["label"])) <= {0, 1, 2, 3, 4, 255}
-    (batch,) = take(pipeline.eval_batches(maps(), "few"), 1)
+    (batch,) = take(evaluate(maps(), "few"), 1)
     assert {key: (value.shape, str(value.dtype)) for key, value in batch.items()} == {
         "image": ((8, 1, 8, 12, 3), "float32"),
         "corner": ((8, 1, 2), "int32"),
@@ -110,7 +131,7 @@ def test_types_and_shapes_of_maps():
     }
     # Example 4 is 11 x 10 pixels: 8 / 11 makes it 8 x 7.
     assert batch["size"][4].tolist() == [11, 10] and batch["resized"][4].tolist() == [8, 7]
-    reader = pipeline.open_source(maps()["data"], "test")
+    reader = open_source(maps()["data"], "test")
     for row in range(5):
         height, width = batch["size"][row]
         np.testing.assert_array_equal(batch["label"][row, :height, :width], reader[row]["label"])
@@ -121,19 +142,19 @@ def test_types_and_shapes_of_maps():
 
 
 def test_data_and_task_must_agree():
-    with pytest.raises(ConfigError, match="'classification'.*segmentation"):
-        pipeline.num_examples(maps() | {"task": "classification"})
-    with pytest.raises(ConfigError, match="one class an image.*fake_segmentation"):
-        pipeline.eval_batches(maps(data={"source": "fake"}), "test")
+    with pytest.raises(ConfigError, match="labels are maps, .*'classification', .*one class"):
+        examples(maps() | {"task": "classification"})
+    with pytest.raises(ConfigError, match="one class an image, .*'segmentation', .*maps"):
+        examples(maps(data={"source": "fake"}), "test")
     with pytest.raises(ConfigError, match=r"config\.task: found 'detection'"):
-        pipeline.class_names(config(task="detection"))
+        examples(config(task="detection"))
 
 
 @pytest.mark.parametrize("make", [config, maps])
 def test_batch_depends_on_seed_and_step_alone(make):
-    first = take(pipeline.train_batches(make()), 9)
-    assert_equal(first, take(pipeline.train_batches(make()), 9))
-    other = take(pipeline.train_batches(make(seed=4)), 1)[0]
+    first = take(train(make()), 9)
+    assert_equal(first, take(train(make()), 9))
+    other = take(train(make(seed=4)), 1)[0]
     assert (other["id"] != first[0]["id"]).any()
     # The same example is augmented otherwise in another epoch.
     seen = {}
@@ -146,17 +167,17 @@ def test_batch_depends_on_seed_and_step_alone(make):
 @pytest.mark.parametrize("make", [config, maps])
 @pytest.mark.parametrize("start", [1, 4, 7])
 def test_resumed_equals_the_tail(start, make):
-    whole = take(pipeline.train_batches(make()), 9)
-    assert_equal(take(pipeline.train_batches(make(), start_step=start), 9 - start), whole[start:])
+    whole = take(train(make()), 9)
+    assert_equal(take(train(make(), start_step=start), 9 - start), whole[start:])
 
 
 def test_stop_step_ends_the_iterator():
-    assert len(list(pipeline.train_batches(config(), start_step=2, stop_step=5))) == 3
+    assert len(list(train(config(), start_step=2, stop_step=5))) == 3
 
 
 def test_an_epoch_holds_no_example_twice_and_the_next_is_in_another_order():
-    assert pipeline.steps_per_epoch(config()) == 3
-    batches = take(pipeline.train_batches(config()), 6)
+    assert pipeline.steps_per_epoch(30, config()) == 3
+    batches = take(train(config()), 6)
     epochs = [np.concatenate([b["id"] for b in batches[i : i + 3]]) for i in (0, 3)]
     for ids in epochs:
         assert len(set(ids)) == 24 and set(ids) <= set(range(30))
@@ -166,8 +187,8 @@ def test_an_epoch_holds_no_example_twice_and_the_next_is_in_another_order():
 @pytest.mark.parametrize("make", [config, maps])
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_hosts_together_make_the_global_batch(hosts, make):
-    whole = take(pipeline.train_batches(make()), 5)
-    shares = [take(pipeline.train_batches(make(), 0, h, hosts), 5) for h in range(hosts)]
+    whole = take(train(make()), 5)
+    shares = [take(train(make(), 0, h, hosts), 5) for h in range(hosts)]
     joined = [
         {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
         for parts in zip(*shares, strict=True)
@@ -178,12 +199,12 @@ def test_hosts_together_make_the_global_batch(hosts, make):
 @pytest.mark.slow
 def test_workers_change_nothing():
     setting = config(batch_size=24, data={"num_examples": 64})
-    inline = list(pipeline.train_batches(setting, 1, stop_step=4))
+    inline = list(train(setting, 1, stop_step=4))
     with_workers = config(batch_size=24, data={"num_examples": 64, "workers": 2})
-    assert_equal(list(pipeline.train_batches(with_workers, 1, stop_step=4)), inline)
+    assert_equal(list(train(with_workers, 1, stop_step=4)), inline)
     assert_equal(
-        list(pipeline.eval_batches(with_workers, "test")),
-        list(pipeline.eval_batches(setting, "test")),
+        list(evaluate(with_workers, "test")),
+        list(evaluate(setting, "test")),
     )
 
 
@@ -191,9 +212,13 @@ def test_workers_change_nothing():
 def test_workers_end_when_their_parent_is_killed():
     program = f"""
 import multiprocessing, time
+from cropr_jax import tasks
 from cropr_jax.data import pipeline
+from cropr_jax.data.open import Splits
 if __name__ == "__main__":
-    batches = pipeline.train_batches({config(data={"workers": 1})!r})
+    config = {config(data={"workers": 1})!r}
+    examples = tasks.create(config).training(config["preprocess"], Splits(config["data"]).train)
+    batches = pipeline.train_batches(config, examples)
     next(batches)
     print(multiprocessing.active_children()[0].pid, flush=True)
     time.sleep(60)
@@ -217,11 +242,11 @@ def is_running(process):
     return state != "Z"
 
 
-@pytest.mark.parametrize("examples", [1, 7, 8, 9, 30, 32])
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 30, 32])
 @pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_evaluation_covers_every_example_once(examples, hosts):
-    setting = config(data={"num_examples": examples, "eval": {"test": "test"}})
-    shares = [list(pipeline.eval_batches(setting, "test", h, hosts)) for h in range(hosts)]
+def test_evaluation_covers_every_example_once(count, hosts):
+    setting = config(data={"num_examples": count, "eval": {"test": "test"}})
+    shares = [list(evaluate(setting, "test", h, hosts)) for h in range(hosts)]
     assert len({len(share) for share in shares}) == 1
     ids = []
     for batch in itertools.chain(*shares):
@@ -230,35 +255,87 @@ def test_evaluation_covers_every_example_once(examples, hosts):
         ids.extend(batch["id"][real])
         assert (batch["id"][~real] == -1).all() and (batch["image"][~real] == 0).all()
         assert set(np.unique(batch["mask"])) <= {0, 1}
-    assert sorted(ids) == list(range(examples))
+    assert sorted(ids) == list(range(count))
 
 
 def test_evaluation_is_in_order_and_by_name():
-    (batch,) = pipeline.eval_batches(config(), "few")
+    (batch,) = evaluate(config(), "few")
     np.testing.assert_array_equal(batch["id"], [0, 1, 2, 3, 4, -1, -1, -1])
-    assert pipeline.num_examples(config(), "few") == 5
-    assert pipeline.num_examples(config()) == 30
-    assert len(pipeline.class_names(config())) == 5
+    splits = Splits(config()["data"])
+    assert len(splits.eval("few")) == 5 and len(splits.train) == 30
+    assert len(splits.train.class_names) == 5
     with pytest.raises(ConfigError, match="no 'validation', only test, few"):
-        pipeline.eval_batches(config(), "validation")
+        evaluate(config(), "validation")
 
 
 def test_batches_that_do_not_fit_are_refused_at_the_call():
     with pytest.raises(ConfigError, match=r"config\.batch_size is 8.*multiple of the 3"):
-        pipeline.train_batches(config(), 0, 0, 3)
+        train(config(), 0, 0, 3)
     with pytest.raises(ConfigError, match=r"config\.eval_batch_size is 8.*multiple of the 3"):
-        pipeline.eval_batches(config(), "test", 0, 3)
-    with pytest.raises(ConfigError, match=r"config\.batch_size is 64.*only 30 examples"):
-        pipeline.train_batches(config(batch_size=64))
+        evaluate(config(), "test", 0, 3)
+    with pytest.raises(
+        ConfigError, match=r"config\.batch_size: 64, .*'train' has 30 examples: choose"
+    ):
+        train(config(batch_size=64))
 
 
 def test_parts_divide_the_rows():
     for rows in range(1, 200):
-        part = pipeline._part(rows)
-        assert rows % part == 0 and 1 <= part <= 32
-    assert pipeline._part(512) == 32
-    # As many images however many windows an example has.
-    assert pipeline._part(64, 6) == 4 and pipeline._part(64, 1000) == 1
+        for size in (1, 2**20, 2**22):
+            part = pipeline._part(rows, size)
+            assert rows % part == 0 and 1 <= part <= 32 and part * size <= 64 * 2**20
+    assert pipeline._part(512, 224 * 224 * 3 * 4) == 32
+    # As many bytes however large an example is, and always one.
+    assert pipeline._part(64, 6 * 2**20) == 8 and pipeline._part(64, 2**30) == 1
+
+
+@pytest.mark.parametrize("name", ["", "few"])
+@pytest.mark.parametrize("make", [config, maps])
+def test_the_filler_tells_the_size_of_an_example(make, name):
+    batches = evaluate(make(), name) if name else train(make())
+    (batch,) = take(batches, 1)
+    size = sum(value.nbytes for key, value in batch.items() if key not in ("id", "mask"))
+    assert 8 * examples(make(), name).bytes == size
+
+
+@dataclasses.dataclass
+class Counted:
+    """Stands for the transform of large examples, and writes down how many it was asked for."""
+
+    file: Path
+
+    def __call__(self, record, rng=None):
+        with open(self.file, "ab", buffering=0) as file:
+            file.write(b".")
+        return {"image": np.zeros(1, np.float32)}
+
+
+def settled(file):
+    """How many were asked for when no more are."""
+    count = -1
+    while count != (count := file.stat().st_size):
+        time.sleep(0.5)
+    return count
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["", "test"])
+def test_what_waits_is_bounded_in_bytes(tmp_path, monkeypatch, name, workers):
+    """Of 1536 x 1536 pixels, 28 MB each, what nobody has asked for yet is 512 MB a worker."""
+    monkeypatch.setattr(pipeline.os, "cpu_count", lambda: 64)
+    data = {"num_examples": 512, "workers": workers}
+    setting = config(batch_size=64, eval_batch_size=64, data=data)
+    image = np.broadcast_to(np.float32(0), (1536, 1536, 3))
+    large = Examples(examples(setting, name).source, Counted(tmp_path / "asked"), {"image": image})
+    assert large.bytes == 1536 * 1536 * 3 * 4
+    make = pipeline.eval_batches if name else pipeline.train_batches
+    batches = make(setting, large)
+    try:
+        next(batches)
+        waiting = settled(tmp_path / "asked") - 64
+    finally:
+        batches.close()
+    assert 0 < waiting * large.bytes <= max(workers, 1) * 512 * 2**20
 
 
 # The package's own __init__ is left out: what the workers load are these modules.
@@ -279,13 +356,24 @@ assert not found, found
     "modules, forbidden",
     [
         (
-            ["data.sources", "data.fake", "data.arrays", "data.image_folder", "data.tfds_source"]
-            + ["data.rand_augment", "data.tfrecord", "data.digits", "data.ade20k"]
-            + ["data.annotations", "data.segmentation_folder"],
+            [
+                "data.ade20k",
+                "data.annotations",
+                "data.digits",
+                "data.open",
+                "data.rand_augment",
+                "data.readers.arrays",
+                "data.readers.fake",
+                "data.readers.image_folder",
+                "data.readers.segmentation_folder",
+                "data.readers.tfds",
+                "data.readers.tfrecord",
+                "data.records",
+            ],
             ["tensorflow", "jax"],
         ),
         (
-            ["data.preprocess", "data.augment", "data.segmentation"],
+            ["data.preprocess", "data.augment", "data.classification", "data.segmentation"],
             ["tensorflow", "jax", "grain", "tensorflow_datasets", "absl", "ml_collections"],
         ),
         (["data.pipeline"], ["tensorflow"]),

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cropr_jax.data import resize, segmentation
-from cropr_jax.data.fake import FakeMaps
 from cropr_jax.data.preprocess import normalize
-from cropr_jax.data.sources import Source
+from cropr_jax.data.readers.fake import FakeMaps
+from cropr_jax.data.records import Source
 from cropr_jax.errors import ConfigError
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -202,7 +202,7 @@ def test_evaluation_fits_the_image_in_and_leaves_the_map(size, res):
         assert made["label"].shape == size
         np.testing.assert_array_equal(made["label"][:rows, :columns], record["label"])
         assert (made["label"][rows:] == 255).all() and (made["label"][:, columns:] == 255).all()
-        padding = segmentation.padding(setting, source)
+        padding = segmentation.filler(setting, source, train=False)
         assert {k: (v.shape, v.dtype) for k, v in padding.items()} == {
             k: (v.shape, v.dtype) for k, v in made.items()
         }

@@ -5,7 +5,7 @@ import pytest
 from conftest import load_fixture
 
 from cropr_jax import models
-from cropr_jax.fusion import DENSE_FUSIONS
+from cropr_jax.core.fusion import DENSE_FUSIONS
 
 # Parameters with 1000 classes: unpruned, then for the paper's pruning rate with and without LLF the
 # training form and the slim form.

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from conftest import random_params
 
-from cropr_jax import models, rng
+from cropr_jax import models
+from cropr_jax.core import rng
 from cropr_jax.errors import ConfigError
 from cropr_jax.models.blocks import Block
 from cropr_jax.reducers import Pruner

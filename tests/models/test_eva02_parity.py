@@ -10,8 +10,8 @@ from conftest import fixture_names, load_fixture
 
 from cropr_jax import models
 from cropr_jax.convert.timm import from_state_dict, params_from_state_dict
+from cropr_jax.core.layers import rope_angles
 from cropr_jax.errors import ConfigError
-from cropr_jax.layers import rope_angles
 
 pytestmark = pytest.mark.parity
 TOKENS = 1e-4

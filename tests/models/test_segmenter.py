@@ -10,8 +10,8 @@ from conftest import random_params
 from flax.traverse_util import flatten_dict
 
 from cropr_jax import models
-from cropr_jax.bench import flops
 from cropr_jax.errors import ConfigError
+from cropr_jax.models import costs
 
 BASE = {
     "head": "segmentation",
@@ -104,7 +104,7 @@ def test_one_query_for_all_saves_their_product():
         np.testing.assert_array_equal(one, other)
     entering = 65 + 62
     assert before - after == pytest.approx(2 * len(x) * 64 * entering * 64, rel=0.1)
-    assert flops.count(model).all - flops.count(slim).all == 64 * entering * 64
+    assert costs.count(model).all - costs.count(slim).all == 64 * entering * 64
 
 
 def test_refusals():

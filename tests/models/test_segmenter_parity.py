@@ -9,8 +9,8 @@ from flax import traverse_util
 
 from cropr_jax import models
 from cropr_jax.convert.timm import from_state_dict, params_from_state_dict
-from cropr_jax.layers import rope_angles, upsample
-from cropr_jax.schedule import Schedule
+from cropr_jax.core.layers import rope_angles, upsample
+from cropr_jax.core.schedule import Schedule
 
 pytestmark = pytest.mark.parity
 TOKENS = 1e-4

@@ -85,7 +85,8 @@ def test_vit_of_token_reduction(name, monkeypatch):
 
     model = tokred.build(meta, "ats", [len(at) for at in steps])
     model = model.clone(
-        schedule=tokred.one_block_later(model.schedule), reducer=(("variant", "tokenreduction"),)
+        schedule=tokred.one_block_later(model.schedule),
+        reducer_options=(("variant", "tokenreduction"),),
     )
     params = params_from_state_dict(tokred.strip(arrays, "w/"), model)
     images = arrays["in/x"].transpose(0, 2, 3, 1)

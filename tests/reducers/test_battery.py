@@ -14,7 +14,8 @@ import pytest
 from conftest import random_params
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cropr_jax import models, rng
+from cropr_jax import models
+from cropr_jax.core import rng
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers import Context, Pruner
 from cropr_jax.reducers.registry import REDUCERS

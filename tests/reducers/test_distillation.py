@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from conftest import random_params
 
-from cropr_jax import models, rng, schedule
+from cropr_jax import models
+from cropr_jax.core import rng, schedule
+from cropr_jax.core.trees import flatten
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers.distillation import divergence, squared_error
 from cropr_jax.reducers.dynamicvit import DynamicViT
 from cropr_jax.reducers.sit import SiT
-from cropr_jax.train.optimizer import flatten
 
 DEPTH, PATCHES, COUNTS, BATCH = 4, 16, (12, 9), 2
 

@@ -46,7 +46,9 @@ def test_token_reduction(name):
     options = meta["config"]["args"]
     model = tokred.build(meta, "dpc_knn", meta["config"]["cluster_count"])
     equal = options["equal_weight"]
-    model = model.clone(reducer=(("equal_weight", equal), ("neighbours", options["k_neighbors"])))
+    model = model.clone(
+        reducer_options=(("equal_weight", equal), ("neighbours", options["k_neighbors"]))
+    )
     tree = tokred.params(
         arrays,
         meta,

@@ -9,10 +9,11 @@ import pytest
 import tokred
 from conftest import fixture_names, load_fixture, random_params
 
-from cropr_jax import models, rng, schedule
-from cropr_jax.attention import attend, attend_masked
+from cropr_jax import models
+from cropr_jax.core import rng, schedule
+from cropr_jax.core.attention import attend, attend_masked
+from cropr_jax.core.reducer import Context
 from cropr_jax.models.blocks import Block, pool
-from cropr_jax.reducers.base import Context
 from cropr_jax.reducers.dynamicvit import DynamicViT, straight_through
 from cropr_jax.tokens import Tokens, from_features
 

@@ -41,7 +41,7 @@ def reference_model(meta, fuse):
     kwargs = meta["config"]["kwargs"]
     patches = (kwargs["img_size"] // kwargs["patch_size"]) ** 2
     counts = [int(rate * patches) + fuse for rate in meta["config"]["token_ratio"]]
-    model = tokred.build(meta, "evit", counts).clone(reducer=(("fuse", fuse),))
+    model = tokred.build(meta, "evit", counts).clone(reducer_options=(("fuse", fuse),))
     return model.clone(schedule=tokred.one_block_later(model.schedule))
 
 

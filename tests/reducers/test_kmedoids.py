@@ -45,7 +45,7 @@ def test_token_reduction(name):
     options = meta["config"]["args"]
     model = tokred.build(meta, "kmedoids", meta["config"]["cluster_count"])
     model = model.clone(
-        reducer=(("iterations", options["cluster_iters"]), ("variant", "tokenreduction"))
+        reducer_options=(("iterations", options["cluster_iters"]), ("variant", "tokenreduction"))
     )
     params = params_from_state_dict(tokred.strip(arrays, "w/"), model)
     _, out = tokred.run(model, params, arrays)

@@ -8,7 +8,7 @@ import pytest
 import tokred
 from conftest import fixture_names, load_fixture
 
-from cropr_jax.reducers.base import Context
+from cropr_jax.core.reducer import Context
 from cropr_jax.reducers.patchmerger import PatchMerger
 from cropr_jax.tokens import from_features
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from conftest import random_params
 
-from cropr_jax import models, rng
-from cropr_jax.attention import Attention, cls_row, col_mean, fold_bias
+from cropr_jax import models
+from cropr_jax.core import rng
+from cropr_jax.core.attention import Attention, cls_row, col_mean, fold_bias
+from cropr_jax.core.reducer import SiteSizes
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers import Context
-from cropr_jax.reducers.base import SiteSizes
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.reducers.variance import pixel_variance
 from cropr_jax.tokens import MASKED, from_features

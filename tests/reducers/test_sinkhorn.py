@@ -49,7 +49,7 @@ def test_reference(name):
     model = tokred.build(meta, "sinkhorn", meta["config"]["cluster_count"])
     args = meta["config"]["args"]
     options = {"epsilon": args["sinkhorn_eps"], "iterations": args["cluster_iters"]}
-    model = model.clone(reducer=tuple(options.items()))
+    model = model.clone(reducer_options=tuple(options.items()))
     params = tokred.params(arrays, meta, "cluster_layers", lambda w: {"centres": w["v"]})
     _, out = tokred.run(model, params, arrays)
     for site, block in enumerate(args["reduction_loc"]):

@@ -7,8 +7,9 @@ from conftest import random_params
 
 from cropr_jax import models
 from cropr_jax.convert.load import load
+from cropr_jax.core.trees import flatten
 from cropr_jax.errors import ConfigError
-from cropr_jax.train.optimizer import flatten
+from cropr_jax.reducers.registry import REDUCERS
 
 NAMES = ("patchmerger", "sinkhorn", "sit")
 
@@ -40,7 +41,7 @@ def test_loading_into_another_schedule_or_size_names_the_site(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_each_parameter_that_holds_the_count_is_named(name):
     one, other = (flatten(models.abstract_params(build(name, rate))) for rate in (2, 3))
-    axes = models.REDUCERS[name].count_axes
+    axes = REDUCERS[name].count_axes
     differ = {k.partition("/")[2] for k in one if one[k].shape != other[k].shape}
     assert differ == set(axes)
     for leaf, axis in axes.items():

@@ -9,12 +9,12 @@ import tokred
 from conftest import fixture_names, load_fixture, random_params
 
 from cropr_jax import models
-from cropr_jax.attention import attend
 from cropr_jax.convert.timm import params_from_state_dict
+from cropr_jax.core.attention import attend
+from cropr_jax.core.schedule import Schedule
 from cropr_jax.errors import ConfigError, ScheduleError
 from cropr_jax.reducers import Context
 from cropr_jax.reducers.tome import ToMe, match, merge
-from cropr_jax.schedule import Schedule
 from cropr_jax.tokens import MASKED, Tokens, from_features, unmerge
 
 GRID, PATCHES, PREFIX, WIDTH = (3, 5), 15, 1, 6

@@ -57,9 +57,8 @@ def test_schedules_by_step():
 def test_every_stage_has_the_same_parameters(head):
     config = fields.plain(config_with(epochs=2)["model"]) | {"head": head}
     model = models.create(config)
-    made = curriculum.make(
-        {"model": config, "curriculum": {"epochs": 2}, "total_epochs": 2.0}, model, 4.0
-    )
+    whole = {"model": config, "curriculum": {"epochs": 2}, "total_epochs": 2.0}
+    made = curriculum.make(fields.settled(whole), model, 4.0)
     for one, other in itertools.pairwise([made.at(0), made.at(4), made.at(99)]):
         trees = [models.abstract_params(model.clone(schedule=x)) for x in (one, other)]
         assert trees[0] == trees[1]

@@ -12,7 +12,7 @@ from conftest import environment
 from PIL import Image
 
 import cropr_jax
-from cropr_jax.data.sources import open_source
+from cropr_jax.data.open import open_source
 
 ROOT = Path(__file__).resolve().parents[2]
 

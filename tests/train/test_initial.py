@@ -14,10 +14,12 @@ from conftest import environment
 from cropr_jax import models
 from cropr_jax.convert.files import write_safetensors
 from cropr_jax.convert.to_timm import rename
+from cropr_jax.core.trees import flatten, unflatten
 from cropr_jax.errors import ConfigError
-from cropr_jax.train import checkpoints, initial, recipe
-from cropr_jax.train.checkpoints import Checkpoints
-from cropr_jax.train.optimizer import TrainState, flatten, unflatten
+from cropr_jax.runs import checkpoints
+from cropr_jax.runs.checkpoints import Checkpoints
+from cropr_jax.train import initial, recipe
+from cropr_jax.train.state import TrainState
 
 
 def tiny(**kwargs):
@@ -29,7 +31,7 @@ def run(tmp_path_factory):
     """A work directory with one checkpoint, and its parameters."""
     params = models.init(tiny(), jax.random.key(7))
     workdir = tmp_path_factory.mktemp("run")
-    with Checkpoints(workdir) as saved:
+    with Checkpoints(workdir, "top1") as saved:
         saved.save(3, TrainState(jnp.asarray(3), params, (), None), {"top1": 0.5})
     return str(workdir), flatten(params)
 
@@ -160,10 +162,8 @@ def test_what_is_no_file(tmp_path):
 ON_ONE_DEVICE = """
 import sys, jax, numpy as np
 import cropr_jax
-from cropr_jax import models
-from cropr_jax.inference import slim_leaves
+from cropr_jax.core.trees import flatten
 from cropr_jax.train.initial import initial_params
-from cropr_jax.train.optimizer import flatten
 
 workdir, out = sys.argv[1:]
 assert jax.device_count() == 1
@@ -185,10 +185,10 @@ def test_a_run_of_eight_devices_starts_and_predicts_on_one(run, tmp_path):
         for name, leaf in stored.items()
     }
     config = tiny_config.get_config()
-    with Checkpoints(tmp_path) as saved:
+    with Checkpoints(tmp_path, "top1") as saved:
         saved.save(1, TrainState(jnp.asarray(1), unflatten(spread), (), None))
     (tmp_path / "config.json").write_text(
-        json.dumps({"model": config.model.to_dict(), "preprocess": {}})
+        json.dumps({"task": config.task, "model": config.model.to_dict(), "preprocess": {}})
     )
     subprocess.run(
         [sys.executable, "-c", ON_ONE_DEVICE, str(tmp_path), str(tmp_path / "out.npz")],

@@ -19,10 +19,10 @@ from conftest import environment, random_params
 from training import assert_same_state, records, state_in
 
 import cropr_jax
+from cropr_jax.core.trees import flatten
 from cropr_jax.errors import ConfigError
 from cropr_jax.train import fields, loop, recipe
 from cropr_jax.train.logging import drop_records_after
-from cropr_jax.train.optimizer import flatten
 from cropr_jax.train.run import Run, prefetch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def test_what_a_run_leaves(uninterrupted, cache):
     assert set(result["metrics"]["test"]) == {"top1", "top5", "loss", "examples"}
     assert result["metrics"]["test"]["examples"] == 21
     assert result["tokens"] == [13] and result["versions"]["jax"] == jax.__version__
-    assert result["config"] == fields.plain(tiny_config.get_config())
+    assert result["config"] == fields.settled(fields.plain(tiny_config.get_config()))
     assert [row["step"] for row in records(workdir)] == [2, 4, 4, 6, 8, 8]
     assert list((workdir / "tensorboard").glob("events*"))
     # Evaluating says the same; the step need not be compiled for it.
@@ -193,8 +193,7 @@ def test_the_step_is_compiled_with_the_options():
     """Seen by one that XLA does not know, put in behind the check."""
     resolved = recipe.resolve(tiny_config.get_config("reduction=random"))
     config = resolved.config | {"compiler_options": {"xla_no_such": 1}}
-    whole = {"image": ((16, 8, 8, 3), "float32"), "label": ((16,), "int32"), "id": ((16,), "int32")}
-    batch = {name: jax.ShapeDtypeStruct(*shape) for name, shape in whole.items()}
+    batch = resolved.task.example_batch(resolved.model, 16)
     with pytest.raises(RuntimeError, match="xla_no_such"):
         Run(dataclasses.replace(resolved, config=config)).compile_train(
             resolved.model.schedule, batch
@@ -235,7 +234,7 @@ def test_a_run_keeps_its_teacher(tmp_path, monkeypatch):
         config.model.reduction.update({"fusion": "none", "options": {"distill": True}})
         config.teacher = str(tmp_path / "whole.npz")
     resolved = recipe.resolve(config)
-    taught = flatten(random_params(resolved.teacher))
+    taught = flatten(random_params(resolved.training.teacher))
     np.savez(config.teacher, **taught)
     run = Run(resolved)
     state = run.initial_state()
@@ -245,7 +244,7 @@ def test_a_run_keeps_its_teacher(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="config.teacher: .* does not exist"):
         loop.train(config, tmp_path)
     assert not (tmp_path / "config.json").exists()
-    with loop.Checkpoints(tmp_path, resolved.task.BEST) as saved:
+    with loop.Checkpoints(tmp_path, resolved.task.metric.name) as saved:
         saved.save(1, state)
         saved.wait()
         again = run.restore(saved.path(1))
@@ -272,13 +271,13 @@ def test_routers_after_the_fact_are_a_run_like_any(tmp_path):
         config.model.reduction.fusion = "none"
         config.update({"train": "routers", "targets": "model", "init": str(tmp_path / "w.npz")})
     resolved = recipe.resolve(config)
-    whole = flatten(random_params(resolved.teacher))
+    whole = flatten(random_params(resolved.training.teacher))
     np.savez(config.init, **whole)
     run = Run(resolved)
     state = run.initial_state()
     assert state.teacher is None
     loop._claim(tmp_path, resolved)
-    with loop.Checkpoints(tmp_path, resolved.task.BEST) as saved:
+    with loop.Checkpoints(tmp_path, resolved.task.metric.name) as saved:
         saved.save(1, state)
     predictor = cropr_jax.load(tmp_path)
     found = flatten(predictor.params)

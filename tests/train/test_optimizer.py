@@ -8,10 +8,19 @@ from conftest import fixture_names, load_fixture, random_params
 from state_dicts import cropr_names
 
 from cropr_jax import models
+from cropr_jax.core.trees import flatten
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.train import optimizer
-from cropr_jax.train.optimizer import adamw, flatten, layer_multipliers, match
+from cropr_jax.train.optimizer import adamw, layer_multipliers, match
+from cropr_jax.train.state import (
+    TrainState,
+    create_state,
+    evaluation_params,
+    merge,
+    split,
+    update_ema,
+)
 
 
 def tiny(**kwargs):
@@ -149,11 +158,11 @@ def test_frozen_parameters_have_no_state():
     params = random_params(tiny())
     names = list(flatten(params))
     freeze = (r"block_\d+/.*", "cls|pos_embed", "patch_embed/.*")
-    trainable = optimizer.trainable_names(names, freeze)
+    trainable = optimizer.trainable(names, freeze)
     assert trainable and all(n.startswith(("fc_norm", "head", "reducer_")) for n in trainable)
     made = adamw(trainable, 4, lambda step: 0.1)
-    state = optimizer.create_state(params, made, trainable, ema=True)
-    held = optimizer.split(params, trainable)[0]
+    state = create_state(params, made, trainable, ema=True)
+    held = split(params, trainable)[0]
     size = sum(leaf.size for leaf in held.values())
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert sum(leaf.size for leaf in moments) == 2 * size
@@ -162,31 +171,31 @@ def test_frozen_parameters_have_no_state():
 
 def test_freezing_nothing_or_everything_is_a_mistake():
     with pytest.raises(ConfigError, match="'blok.*' matches no parameter"):
-        optimizer.trainable_names(["head/bias", "cls"], ("blok.*",))
+        optimizer.trainable(["head/bias", "cls"], ("blok.*",))
     with pytest.raises(ConfigError, match="leaves no parameter"):
-        optimizer.trainable_names(["head/bias"], (".*",))
+        optimizer.trainable(["head/bias"], (".*",))
 
 
 def test_split_and_merge():
     params = random_params(tiny())
-    chosen, frozen = optimizer.split(params, ["cls", "head/bias"])
+    chosen, frozen = split(params, ["cls", "head/bias"])
     assert set(chosen) == {"cls", "head/bias"}
-    again = optimizer.merge(chosen, frozen)
+    again = merge(chosen, frozen)
     assert jax.tree.structure(again) == jax.tree.structure(params)
 
 
 def test_average_of_parameters():
-    state = optimizer.TrainState(
+    state = TrainState(
         jnp.array(1),
         {"head": {"bias": jnp.array([2.0]), "kernel": jnp.array([5.0])}},
         (),
         {"head/bias": jnp.array([1.0])},
     )
-    ema = optimizer.update_ema(state.ema, {"head/bias": jnp.array([2.0])}, 0.75)
+    ema = update_ema(state.ema, {"head/bias": jnp.array([2.0])}, 0.75)
     np.testing.assert_allclose(ema["head/bias"], [1.25])
-    evaluated = optimizer.evaluation_params(state)["head"]
+    evaluated = evaluation_params(state)["head"]
     assert (float(evaluated["bias"][0]), float(evaluated["kernel"][0])) == (1.0, 5.0)
-    assert optimizer.update_ema(None, {}, None) is None
+    assert update_ema(None, {}, None) is None
 
 
 @pytest.mark.parity

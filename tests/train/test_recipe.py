@@ -7,7 +7,7 @@ import pytest
 import tiny_config
 
 from cropr_jax.errors import ConfigError
-from cropr_jax.train import fields, recipe
+from cropr_jax.train import fields, loop, optimizer, recipe
 from cropr_jax.train.card import card, facts
 
 
@@ -27,8 +27,8 @@ def config_with(**changes):
 def test_numbers_of_the_recipe():
     resolved = recipe.resolve(config_with())
     assert (resolved.steps_per_epoch, resolved.total_steps, resolved.eval_every) == (4, 8, 4)
-    assert resolved.schedule.warmup_steps == 2
-    assert resolved.schedule.peak == 0.05 * 16 / 256
+    assert resolved.training.learning_rate.warmup_steps == 2
+    assert resolved.training.learning_rate.peak == 0.05 * 16 / 256
     assert resolved.eval_examples == {"test": 21}
     found = facts(resolved)
     assert found["tokens"] == [13] and found["tpr"] == 0.25
@@ -62,14 +62,15 @@ DISTILLED = {
 
 def test_teacher():
     resolved = recipe.resolve(config_with(model__reduction=DISTILLED, teacher="runs/whole"))
-    assert resolved.teacher is not None and resolved.step().teacher is resolved.teacher
-    assert resolved.teacher.reduction == "none" and resolved.teacher.pool == resolved.model.pool
+    teacher = resolved.training.teacher
+    assert teacher is not None and resolved.step(resolved.model.schedule).teacher is teacher
+    assert teacher.reduction == "none" and teacher.pool == resolved.model.pool
     text = card(resolved)
     words = "cross-entropy, 2 x ratio, 0.5 x (KL of logits, mse of tokens)"
     assert re.search(rf"losses +{re.escape(words)}\n", text)
     assert re.search(r"learns from +runs/whole", text)
     plain = recipe.resolve(config_with(model__reduction=DISTILLED | {"options": {}}))
-    assert plain.teacher is None
+    assert plain.training.teacher is None
     assert re.search(r"losses +cross-entropy, 2 x ratio\n", card(plain))
 
 
@@ -79,20 +80,20 @@ ROUTERS = {"train": "routers", "init": "runs/whole", "model__drop_path": 0.0}
 @pytest.mark.parametrize("targets", [None, "labels", "model"])
 def test_routers_alone(targets):
     resolved = recipe.resolve(config_with(**ROUTERS, targets=targets))
-    assert all(name.startswith("reducer_") for name in resolved.trainable)
-    step = resolved.step()
-    assert step.from_model == (resolved.teacher is not None) == (targets == "model")
+    step = resolved.step(resolved.model.schedule)
+    assert all(name.startswith("reducer_") for name in step.trainable)
+    assert step.from_model == (step.teacher is not None) == (targets == "model")
     # Layer-wise decay, 0.75 here, must not make the first routers crawl.
-    names, depth = resolved.trainable, resolved.model.depth
-    assert set(recipe.optimizer.layer_multipliers(names, depth, 0.75).values()) == {1.0}
+    names, depth = step.trainable, resolved.model.depth
+    assert set(optimizer.layer_multipliers(names, depth, 0.75).values()) == {1.0}
     text = card(resolved)
-    assert "auxiliary cross-entropy of each site, only the routers are trained" in text
+    assert "auxiliary loss of each site, only the routers are trained" in text
     assert ("targets are the predictions of the frozen model" in text) == step.from_model
 
 
 def test_total_steps_scale_the_warmup():
     resolved = recipe.resolve(config_with(total_steps=4))
-    assert (resolved.total_steps, resolved.schedule.warmup_steps) == (4, 1)
+    assert (resolved.total_steps, resolved.training.learning_rate.warmup_steps) == (4, 1)
 
 
 def test_config_is_plain_json():
@@ -103,7 +104,8 @@ def test_config_is_plain_json():
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"batchsize": 3}, r"config.batchsize: no such field; did you mean batch_size"),
-    ({"optimizer__learning_rate": 3}, r"config.optimizer.learning_rate: no such field; it may"),
+    ({"optimizer__learning_rate": 3},
+     "config.optimizer.learning_rate: no such field; there are betas, .* lr, "),
     ({"model__deepth": 3}, r"config.model.deepth: no such field; did you mean depth"),
     ({"task": "classifikation"}, "config.task: found 'classifikation'"),
     ({"batch_size": 12}, r"config.batch_size: 12 does not divide by 8 devices x 1 .*below is 8"),
@@ -120,6 +122,7 @@ def test_config_is_plain_json():
     ({"optimizer__warmup_epochs": 3.0}, "config.optimizer.warmup_epochs: 3.0 of .* 2.0"),
     ({"optimizer__freeze": ("blok.*",)}, "config.optimizer.freeze: 'blok.*' matches no"),
     ({"optimizer__schedule": "step"}, "config.optimizer.schedule: found 'step'"),
+    ({"model__reduction__name": "tomee"}, "config.model.reduction.name: found 'tomee', .*'tome'"),
     ({"model__reduction__rate": 20}, "after block 1 21 of 16 patch tokens"),
     ({"model__num_classes": 3}, "config.model.num_classes: 3, but the data set has 4"),
     ({"preprocess__res": (16, 16)}, "config.preprocess.res: .*config.model.image_size"),
@@ -155,3 +158,29 @@ def test_another_config_in_the_same_place():
     fields.check_same(fields.plain(config_with(log_every=7, mesh__fsdp=2)), before, "w")
     with pytest.raises(ConfigError, match="config.optimizer.lr: 0.1, but .*began with 0.05"):
         fields.check_same(fields.plain(config_with(optimizer__lr=0.1)), before, "w")
+
+
+LEFT_OUT = dict.fromkeys(("init_resampling", "teacher", "train", "targets"))
+
+
+@pytest.mark.parametrize("changes", [
+    {}, LEFT_OUT, {"curriculum": None}, {"curriculum": dict.fromkeys(("epochs", "start", "step"))},
+])  # fmt: skip
+def test_a_run_from_before_defaults_were_written_out_resumes(changes, tmp_path):
+    """With nulls, or without the fields; and without an option that its method had not yet."""
+    resolved = recipe.resolve(config_with())
+    before = json.loads(json.dumps(resolved.config))
+    for name in (*fields.DEFAULTS, "curriculum"):
+        before.pop(name, None)
+    before |= changes
+    options = before["model"]["reduction"]["options"]
+    del options["train_queries"]
+    assert fields.difference(resolved.config, before) is None
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    loop._claim(tmp_path, resolved)
+    # What it set otherwise still counts.
+    before["train"] = "routers"
+    with pytest.raises(ConfigError, match="config.train: 'all', but .* began with 'routers'"):
+        fields.check_same(resolved.config, before, tmp_path)
+    before["train"], options["train_queries"] = None, 2
+    assert fields.difference(resolved.config, before) == "model.reduction.options.train_queries"

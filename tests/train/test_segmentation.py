@@ -1,13 +1,13 @@
 """Training to segment: one device or many, micro-batches, resuming amid a curriculum, results."""
 
-import dataclasses
 import json
 import re
 
 import jax
 import numpy as np
 import pytest
-import tiny_config
+from tiny_config import MAP_SIZE as SIZE
+from tiny_config import segmentation_config
 from training import (
     assert_close,
     assert_same_state,
@@ -18,43 +18,19 @@ from training import (
     state_in,
 )
 
-from cropr_jax import models, tasks
+from cropr_jax import models
+from cropr_jax.data.open import READERS
+from cropr_jax.tasks.segmentation.task import Segmentation
 from cropr_jax.train import loop, sharding
-from cropr_jax.train.step import jit_evaluate, jit_train
+from cropr_jax.train.step import jit_evaluate, jit_train, run_key
 
-SIZE = (8, 12)
 BATCH = 16
-
-
-def segmentation_config(curriculum=None):
-    """The tiny config with maps: images of 8 x 12 pixels, 4 x 6 patches."""
-    config = tiny_config.get_config()
-    with config.unlocked():
-        del config["mixup"]
-        config.task = "segmentation"
-        config.data.update({"source": "fake_segmentation", "image_size": SIZE})
-        config.preprocess = {
-            "res": SIZE,
-            "mean": (0.5, 0.5, 0.5),
-            "std": (0.5, 0.5, 0.5),
-            "train": {
-                "resize_base": (12, 8),
-                "ratio_range": (0.5, 2.0),
-                "cat_max_ratio": 0.75,
-                "flip": True,
-                "photometric": True,
-            },
-        }
-        config.model.update({"head": "segmentation", "image_size": SIZE})
-        config.optimizer.update({"schedule": "poly", "power": 0.9})
-        config.curriculum = curriculum or {"epochs": 0}
-    return config
+RISING = {"epochs": 1, "start": 1}
 
 
 def segmentation_step(mesh, accum_steps=1):
     fields = segmentation_config().model.to_dict() | {"drop_path": 0.2}
-    step = make_step(models.create(fields), mesh, accum_steps)
-    return dataclasses.replace(step, task=tasks.segmentation, mixing=None)
+    return make_step(models.create(fields), mesh, accum_steps, task=Segmentation())
 
 
 def make_batch(ignored):
@@ -85,8 +61,9 @@ def one_step(mesh, accum_steps=1, ignored=True):
         "mask": np.ones(BATCH, np.float32),
     }
     evaluated = sharding.place(batch | more, mesh)
-    sums = jax.device_get(jit_evaluate(step, shardings.params)(state.params, evaluated))
-    state, metrics = jit_train(step, shardings)(state, sharding.place(batch, mesh))
+    evaluate = jit_evaluate(step, shardings.params)
+    sums = jax.device_get(evaluate(state.params, evaluated, run_key(0)))
+    state, metrics = jit_train(step, shardings)(state, sharding.place(batch, mesh), run_key(0))
     return jax.device_get(state), jax.device_get(metrics), sums
 
 
@@ -124,7 +101,8 @@ def test_windows_are_evaluated_alike_on_any_devices():
         shardings = sharding.state_shardings(state, mesh)
         state = jax.device_put(state, shardings)
         evaluate = jit_evaluate(step, shardings.params)
-        found.append(jax.device_get(evaluate(state.params, sharding.place(batch, mesh))))
+        placed = sharding.place(batch, mesh)
+        found.append(jax.device_get(evaluate(state.params, placed, run_key(0))))
     alone, spread = found
     np.testing.assert_array_equal(spread["confusion"], alone["confusion"])
     np.testing.assert_allclose(spread["loss"], alone["loss"], rtol=1e-5)
@@ -132,7 +110,7 @@ def test_windows_are_evaluated_alike_on_any_devices():
     # Without their second window the wide images would be seen otherwise.
     batch["corner"][:, 1] = resized
     batch["resized"][:] = (8, 12)
-    other = jax.device_get(evaluate(state.params, sharding.place(batch, mesh)))
+    other = jax.device_get(evaluate(state.params, sharding.place(batch, mesh), run_key(0)))
     assert other["loss"] != alone["loss"]
 
 
@@ -153,14 +131,30 @@ def one_by_one():
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run with a curriculum that was not interrupted."""
+def opened():
+    """Splits that a reader was opened for, one after the other."""
+    found, fake = [], READERS["fake_segmentation"]
+
+    def counted(data, split):
+        found.append(split)
+        return fake(data, split)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(READERS, "fake_segmentation", counted)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, opened):
+    """A run with a curriculum that was not interrupted, and the splits that it opened."""
     workdir = tmp_path_factory.mktemp("whole")
-    return workdir, loop.train(segmentation_config({"epochs": 1, "start": 1}), workdir)
+    opened.clear()
+    result = loop.train(segmentation_config(RISING), workdir)
+    return workdir, result, tuple(opened)
 
 
 def test_what_a_run_leaves(whole):
-    workdir, result = whole
+    workdir, result, _ = whole
     assert set(result["metrics"]["test"]) == {"miou", "macc", "aacc", "loss", "examples"}
     assert result["metrics"]["test"]["examples"] == 21
     classes = json.loads((workdir / "result.json").read_text())["per_class"]["test"]
@@ -172,9 +166,19 @@ def test_what_a_run_leaves(whole):
     assert result["best"]["step"] == 8
 
 
+def test_each_split_is_opened_once(whole, opened):
+    """For all that a training does with it, and for all that an evaluation does."""
+    workdir, result, in_training = whole
+    assert in_training == ("train", "test")
+    opened.clear()
+    again = loop.evaluate(segmentation_config(RISING), workdir)
+    assert opened == ["train", "test"]
+    assert {"step": again["step"], **again["metrics"]["test"]} == result["best"]
+
+
 def test_resumed_amid_the_curriculum(whole, tmp_path, monkeypatch, capsys):
     """Stopped while fewer tokens are pruned, and again after it: the same run."""
-    config = segmentation_config({"epochs": 1, "start": 1})
+    config = segmentation_config(RISING)
     for stop in (2, 6):
         with monkeypatch.context() as patch:
             patch.setattr(loop.Preemption, "at", lambda self, step, stop=stop: step == stop)
@@ -185,7 +189,7 @@ def test_resumed_amid_the_curriculum(whole, tmp_path, monkeypatch, capsys):
     compiled = re.findall(r"Compiled the training step of step (\d) on, (\d+) patches left", told)
     assert compiled == [("1", "22"), ("3", "22"), ("5", "20"), ("7", "20")]
     assert "Resumes after step 6" in told and "R 1 in the first 1 epochs" in told
-    workdir, expected = whole
+    workdir, expected, _ = whole
     assert result["metrics"] == expected["metrics"]
     assert_same_state(state_in(tmp_path, 8), state_in(workdir, 8))
     assert records(tmp_path)[-1] == records(workdir)[-1]

@@ -11,12 +11,15 @@ import tiny_config
 from conftest import fixture_names, load_fixture, random_params
 from training import assert_close, make_step, mesh_of, start
 
-from cropr_jax import models, rng, tasks
+from cropr_jax import models
 from cropr_jax.convert.timm import params_from_state_dict
-from cropr_jax.train import mixup, optimizer, routers, sharding
-from cropr_jax.train.optimizer import flatten
-from cropr_jax.train.schedules import WarmupCosine
-from cropr_jax.train.step import MODEL_KEY, Step, jit_train
+from cropr_jax.core import rng
+from cropr_jax.core.trees import flatten
+from cropr_jax.tasks.classification.task import Classification, cross_entropy
+from cropr_jax.train import optimizer, routers, sharding
+from cropr_jax.train.learning_rate import WarmupCosine
+from cropr_jax.train.state import create_state, split
+from cropr_jax.train.step import MODEL_KEY, Step, jit_train, run_key
 
 POOLS = {"avg": "mean_all", "token": "cls"}
 BATCH = 16
@@ -42,9 +45,9 @@ def run(step, steps=2):
     shardings = sharding.state_shardings(state, step.mesh)
     state = jax.device_put(state, shardings)
     batch = sharding.place(make_batch(step.model), step.mesh)
-    compiled = jit_train(step, shardings).lower(state, batch).compile()
+    compiled = jit_train(step, shardings).lower(state, batch, run_key(0)).compile()
     for _ in range(steps):
-        state, metrics = compiled(state, batch)
+        state, metrics = compiled(state, batch, run_key(0))
     return jax.device_get(state), jax.device_get(metrics), compiled.as_text()
 
 
@@ -94,13 +97,13 @@ def test_six_steps_of_the_released_code(name):
         names, model.depth, schedule, weight_decay=config["weight_decay"],
         layer_decay=config["layer_decay"], clip_norm=config["clip_grad_norm"],
     )  # fmt: skip
-    step = Step(model, tasks.get("classification"), made, schedule, names,
-                mixup.MixupConfig(), 1, None, 0, mesh_of(1, 1))  # fmt: skip
+    step = Step(model, Classification(), made, schedule, names, 1, None, mesh_of(1, 1))
 
     @jax.jit
     def one(params, opt_state, count, images, targets):
-        batch = {"image": images, "targets": targets, "id": jnp.arange(len(images))}
-        grads, metrics = step.gradients(params, {}, None, batch, count)
+        ids = jnp.arange(len(images))
+        batch = {"inputs": {"image": images}, "targets": targets, "id": ids}
+        grads, metrics = step.gradients(params, {}, None, batch, count, run_key(0))
         updates, opt_state = made.update(grads, opt_state, params)
         params = jax.tree.map(jnp.add, params, updates)
         return params, opt_state, metrics, norm_of(grads)
@@ -188,7 +191,7 @@ def test_auxiliary_losses_do_not_reach_the_backbone():
         keys = rng.example_keys(jax.random.key(0), 0, batch["id"])
         _, out = model.apply({"params": params}, batch["image"], train=True, keys=keys)
         every = jnp.stack([
-            tasks.classification.cross_entropy(logits, targets[:, None]).mean()
+            cross_entropy(logits, targets[:, None]).mean()
             for logits in out["auxiliary"]
         ])  # fmt: skip
         return every[site]
@@ -208,9 +211,14 @@ def router_step(from_model=False):
     reduction = {"name": "cropr", "rate": 3, "fusion": "none"}
     model = tiny_model(depth=4, drop_path=0.0, reduction=reduction)
     teacher = models.unpruned(model) if from_model else None
-    step = make_step(model, mesh_of(1, 1), freeze=(routers.BACKBONE,), teacher=teacher)
-    unmixed = mixup.MixupConfig(mixup=0.0, cutmix=0.0, label_smoothing=0.0, group=BATCH)
-    return dataclasses.replace(step, from_model=from_model, mixing=unmixed)
+    step = make_step(
+        model,
+        mesh_of(1, 1),
+        freeze=(routers.BACKBONE,),
+        teacher=teacher,
+        task=Classification(),  # which mixes nothing
+    )
+    return dataclasses.replace(step, from_model=from_model)
 
 
 @pytest.mark.parametrize("from_model", [False, True])
@@ -228,7 +236,7 @@ def test_routers_leave_the_backbone_bit_by_bit(from_model):
 
     @jax.jit
     def expected(params):
-        keys = rng.example_keys(step.key(MODEL_KEY), 0, batch["id"])
+        keys = rng.example_keys(jax.random.fold_in(run_key(0), MODEL_KEY), 0, batch["id"])
         _, out = step.model.apply({"params": params}, batch["image"], train=True, keys=keys)
         targets = jax.nn.one_hot(batch["label"], step.model.num_classes)
         if from_model:
@@ -249,8 +257,8 @@ def test_routers_cost_no_backward_pass():
 
     def flops(step):
         state = jax.eval_shape(lambda: start(step))
-        batch = make_batch(step.model)
-        lowered = jit_train(step, sharding.state_shardings(state, step.mesh)).lower(state, batch)
+        compiled = jit_train(step, sharding.state_shardings(state, step.mesh))
+        lowered = compiled.lower(state, make_batch(step.model), run_key(0))
         return lowered.cost_analysis()["flops"]
 
     alone, taught = router_step(), router_step(True)
@@ -272,13 +280,14 @@ def test_teacher_teaches_and_stays():
         step = distilled(mesh=mesh_of(*shape))
         params = random_params(step.model, 5)
         taught = random_params(step.teacher, 6)
-        state = optimizer.create_state(params, step.optimizer, step.trainable, False, taught)
+        state = create_state(params, step.optimizer, step.trainable, False, taught)
         shardings = sharding.state_shardings(state, step.mesh)
         place = flatten(shardings.teacher)["block_0/mlp/fc1/kernel"]
         assert (place.spec == jax.P()) == (shape == (1, 1))
         before = jax.device_get(flatten(taught))
         batch = sharding.place(make_batch(step.model), step.mesh)
-        state, metrics = jit_train(step, shardings)(jax.device_put(state, shardings), batch)
+        state = jax.device_put(state, shardings)
+        state, metrics = jit_train(step, shardings)(state, batch, run_key(0))
         found[shape] = jax.device_get(metrics)
         for name, leaf in flatten(state.teacher).items():
             np.testing.assert_array_equal(leaf, before[name])
@@ -296,12 +305,13 @@ def test_no_gradient_reaches_the_teacher():
     step = distilled(mesh=mesh_of(1, 1))
     model = step.model
     params = random_params(model, 5)
-    chosen, frozen = optimizer.split(params, step.trainable)
-    batch = make_batch(model, 2)
-    batch["targets"] = np.full((2, model.num_classes), 1 / model.num_classes, np.float32)
+    chosen, frozen = split(params, step.trainable)
+    made = make_batch(model, 2)
+    targets = np.full((2, model.num_classes), 1 / model.num_classes, np.float32)
+    batch = {"inputs": {"image": made["image"]}, "targets": targets, "id": made["id"]}
     loss = jax.jit(jax.grad(step.loss, argnums=(0, 2), has_aux=True))
     theirs = random_params(step.teacher, 6)
-    (student, taught), _ = loss(chosen, frozen, theirs, batch, 0)
+    (student, taught), _ = loss(chosen, frozen, theirs, batch, 0, run_key(0))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(taught))
     assert np.any(student["reducer_0/reverse/block_0/fc1/kernel"])
     assert np.any(student["block_0/mlp/fc1/kernel"])

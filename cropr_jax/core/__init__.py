@@ -1,0 +1,1 @@
+"""What every floor above builds on: routing, schedules, attention, layers, fusion, random keys."""

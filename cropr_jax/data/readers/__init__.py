@@ -1,0 +1,1 @@
+"""Data sets as they lie on disk, one kind a file."""

@@ -1,0 +1,164 @@
+"""Images and masks that lie in folders, one's own for example.
+
+`root/images/SPLIT/NAME.jpg` (or png, webp) and `root/labels/SPLIT/NAME.png`, or both without the
+folders of splits: then there is one split, `all`, of which slices can be taken. `root/meta.json`
+names the classes (`annotations.make_legend`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from cropr_jax.data.annotations import Legend, make_legend, read_mask
+from cropr_jax.data.readers.image_folder import SUFFIXES
+from cropr_jax.data.records import MAP
+from cropr_jax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MaskFiles:
+    """A split as a list of images and masks.
+
+    Attributes:
+      images, masks: the files, sorted by name.
+      legend: what the masks mean.
+      size: greatest height and width of a mask.
+    """
+
+    images: tuple[str, ...]
+    masks: tuple[str, ...]
+    legend: Legend
+    size: tuple[int, int]
+
+    kind = MAP
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.legend.class_names
+
+    def largest(self) -> tuple[int, int]:
+        return self.size
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    def __call__(self, index: int) -> tuple[bytes, np.ndarray]:
+        mask = read_mask(self.masks[index])
+        return Path(self.images[index]).read_bytes(), self.legend.labels(mask, self.masks[index])
+
+
+def open_segmentation_folder(root: Path, split: str, data: Mapping[str, Any]) -> MaskFiles:
+    """The images and masks of one split, every one of them looked at.
+
+    All masks are decoded, once in a process, so that a bad one is found before training.
+
+    Args:
+      root: the data set's folder.
+      split: name of the folders below `images` and `labels`, or `all` where there are none.
+      data: `config.data`; see `make_legend`.
+
+    Raises:
+      ConfigError: naming the file: no such split, an empty folder, an image without a mask or the
+        other way round, a mask in colours, of another size than its image or with an id that is
+        no class, a list of classes that cannot be read.
+    """
+    meta = root / "meta.json"
+    if not meta.is_file():
+        raise ConfigError(
+            f"data set in {root}: no meta.json, which names the classes. Write "
+            '{"classes": [{"id": 0, "name": "road"}, ...], "ignore_id": 255}.'
+        )
+    try:
+        content = json.loads(meta.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{meta}: no JSON ({error}). Mend it.") from error
+    legend = make_legend(content, data, str(meta))
+    images, labels = _folders(root, split)
+    # What is added, removed or replaced changes a folder's time.
+    return _checked(images, labels, legend, images.stat().st_mtime_ns, labels.stat().st_mtime_ns)
+
+
+def _folders(root: Path, split: str) -> tuple[Path, Path]:
+    images, labels = root / "images", root / "labels"
+    for folder in (images, labels):
+        if not folder.is_dir():
+            raise ConfigError(
+                f"data set in {root}: no folder {folder.name!r}. Expected images/{split}/*.jpg "
+                f"and labels/{split}/*.png in it, or set config.data.dir."
+            )
+    found = sorted(entry.name for entry in images.iterdir() if entry.is_dir())
+    splits = [name for name in found if not name.startswith(".")] or ["all"]
+    if split not in splits:
+        raise ConfigError(
+            f"data split {split!r}: {images} has {', '.join(splits)}. Name one of them, or a "
+            f"slice such as '{splits[0]}[:80%]'."
+        )
+    if splits == ["all"] and not (images / "all").is_dir():
+        return images, labels
+    if not (labels / split).is_dir():
+        raise ConfigError(f"data split {split!r}: {images / split}, but no {labels / split}.")
+    return images / split, labels / split
+
+
+@functools.lru_cache(maxsize=8)
+def _checked(images: Path, labels: Path, legend: Legend, *_times: int) -> MaskFiles:
+    pictures, masks = _by_name(images, SUFFIXES), _by_name(labels, frozenset({".png"}))
+    alone = sorted(pictures.keys() ^ masks.keys())
+    if alone:
+        name = alone[0]
+        raise ConfigError(
+            f"{(pictures.get(name) or masks[name])}: no {'mask' if name in pictures else 'image'} "
+            f"of that name in {labels if name in pictures else images}, and so with {len(alone)} "
+            "files altogether. Add it, or take the file away."
+        )
+    names = sorted(pictures)
+
+    def look(name: str) -> tuple[int, int]:
+        return _look(pictures[name], masks[name], legend)
+
+    with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 16)) as threads:
+        sizes = np.array(list(threads.map(look, names)))
+    height, width = sizes.max(0).tolist()
+    files = (tuple(str(found[name]) for name in names) for found in (pictures, masks))
+    return MaskFiles(*files, legend, (height, width))
+
+
+def _by_name(folder: Path, suffixes: frozenset[str]) -> dict[str, Path]:
+    """The files of a folder by their names without suffix."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() not in suffixes:
+            continue
+        if path.stem in found:
+            raise ConfigError(f"{path}: beside {found[path.stem].name}; which of the two is it?")
+        found[path.stem] = path
+    if not found:
+        raise ConfigError(f"{folder}: no {', '.join(sorted(suffixes))} file in it. Put them there.")
+    return found
+
+
+def _look(picture: Path, mask: Path, legend: Legend) -> tuple[int, int]:
+    """Size (h, w) of a mask, after all that can be wrong with it."""
+    ids = read_mask(mask)
+    try:
+        with Image.open(picture) as image:
+            size = image.height, image.width
+    except OSError as error:
+        raise ConfigError(f"{picture}: no image that can be read ({error}).") from error
+    if size != ids.shape:
+        raise ConfigError(
+            f"{mask}: {ids.shape[0]}x{ids.shape[1]} pixels (height x width), but {picture} has "
+            f"{size[0]}x{size[1]}. Make them of one size."
+        )
+    legend.labels(ids, str(mask))
+    return size

@@ -1,0 +1,1 @@
+"""What happens beside the device: command lines, files, messages, versions."""

@@ -1,0 +1,1 @@
+"""What a work directory holds: checkpoints, and the predictor of a run."""

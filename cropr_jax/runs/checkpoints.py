@@ -1,0 +1,315 @@
+"""Checkpoints: written in the background, safe against a kill, readable on any device count.
+
+Orbax writes a step into a temporary directory and renames it when all is on disk, so that a step
+that is listed is whole. `WORKDIR/checkpoints/STEP` holds the state as nested dictionaries
+`{step, params, opt_state, ema}`, of a run with a teacher also its parameters, so that a resumed run
+cannot meet another; a step that was evaluated also holds its metrics. Kept are the last step and
+the best evaluated one. Randomness and the input pipeline are functions of (seed, step), so the step
+is all that they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import serialization
+from orbax.checkpoint import v1 as ocp
+
+from cropr_jax.core.trees import flatten, unflatten
+from cropr_jax.errors import CheckpointError
+
+DIRECTORY = "checkpoints"
+
+
+def abstract(tree: Any, shardings: Any) -> Any:
+    """Shapes and dtypes of `tree` with a sharding at each leaf: what a restore asks for."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by '/'-joined name; None and empty dictionaries are no leaves."""
+    return {k: v for k, v in flatten(tree).items() if v is not None}
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """Tree of a step's array metadata; reads no array.
+
+    Raises:
+      CheckpointError: if `path` is no checkpoint.
+    """
+    try:
+        return ocp.metadata(str(path)).metadata
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"'{path}' is not a readable checkpoint ({_first_line(error)}): give a step directory "
+            f"such as WORKDIR/{DIRECTORY}/1000"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def check_tree(
+    wanted: Mapping[str, Any], stored: Mapping[str, Any], path: Path, whole: bool = True
+) -> None:
+    """Compares names, shapes and dtypes before anything is read.
+
+    Orbax by itself casts dtypes silently, and lists a mismatch over many lines.
+
+    Args:
+      wanted: nested tree of the model at hand (leaves with `shape` and `dtype`).
+      stored: the same of the file.
+      path: for the message.
+      whole: whether names that only the file has are an error too.
+
+    Raises:
+      CheckpointError: naming the first parameter that differs, in the order of the model.
+    """
+    ours, theirs = _flat(wanted), _flat(stored)
+    for name, leaf in ours.items():
+        if name not in theirs:
+            raise CheckpointError(
+                f"checkpoint '{path}' is of another model: it has no '{name}' "
+                f"(expected {_describe(leaf)})"
+            )
+        if leaf.shape != theirs[name].shape or leaf.dtype != theirs[name].dtype:
+            raise CheckpointError(
+                f"checkpoint '{path}' is of another model: '{name}' is "
+                f"{_describe(theirs[name])} there, expected {_describe(leaf)}"
+            )
+    extra = [name for name in theirs if name not in ours]
+    if whole and extra:
+        raise CheckpointError(
+            f"checkpoint '{path}' is of another model: it has '{extra[0]}' "
+            f"{_describe(theirs[extra[0]])}, which this one has not"
+        )
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def restore(path: Path, wanted: Any) -> Any:
+    """Reads a whole state onto the devices that `wanted` names, bit-equal to what was saved.
+
+    Args:
+      path: step directory.
+      wanted: a `TrainState` of `jax.ShapeDtypeStruct`s with shardings (from `abstract`).
+
+    Raises:
+      CheckpointError: if the file is of another model, naming the first parameter that differs.
+    """
+    tree = _state_dict(wanted)
+    stored = _stored(path)
+    # Parameters first: their names say more to the reader than those of the moments.
+    check_tree({"params": tree["params"]}, {"params": stored.get("params", {})}, path)
+    check_tree(tree, stored, path)
+    loaded = {"teacher": None, **ocp.load(str(path), tree)}
+    restored: Any = serialization.from_state_dict(wanted, loaded)
+    return restored
+
+
+def _state_dict(state: Any) -> dict[str, Any]:
+    """The state as nested dictionaries, of which only runs that have a teacher hold one."""
+    tree = serialization.to_state_dict(state)
+    return {name: part for name, part in tree.items() if name != "teacher" or part is not None}
+
+
+def stored_params(path: Path) -> dict[str, Any]:
+    """Nested shapes and dtypes of the parameters in a step directory."""
+    return _stored(path).get("params", {})
+
+
+def restore_params(path: Path, wanted: Mapping[str, Any], average: bool = True) -> dict[str, Any]:
+    """Reads the named parameters of a step and nothing else.
+
+    Args:
+      path: step directory.
+      wanted: nested tree of `jax.ShapeDtypeStruct`s, with shardings for another place than the
+        first device; may be any part of the parameter tree (for the slim model: without the
+        auxiliary branch, whose leaves are then not read).
+      average: take the moving average where the run kept one.
+
+    Returns:
+      Parameters in the structure of `wanted`.
+
+    Raises:
+      CheckpointError: naming the first parameter that is missing or of another shape.
+    """
+    stored = _stored(path)
+    check_tree(wanted, stored.get("params", {}), path, whole=False)
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    leaves = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device)
+        for name, leaf in _flat(wanted).items()
+    }
+    smoothed = (stored.get("ema") or {}) if average else {}
+    request = jax.tree.map(lambda _: ocp.PLACEHOLDER, stored)
+    for name, leaf in leaves.items():
+        if name in smoothed:
+            request["ema"][name] = leaf
+        else:
+            *parents, last = name.split("/")
+            node = request["params"]
+            for parent in parents:
+                node = node[parent]
+            node[last] = leaf
+    loaded = ocp.load(str(path), request)
+    params = flatten(loaded["params"])
+    found = {n: loaded["ema"][n] if n in smoothed else params[n] for n in leaves}
+    return unflatten(found)
+
+
+def _best(checkpoints: list[Any], metric: str) -> Any | None:
+    """Evaluated checkpoint of the highest metric, the earliest of equals."""
+    scored = [c for c in checkpoints if c.metrics and metric in c.metrics]
+    return max(scored, key=lambda c: (c.metrics[metric], -c.step), default=None)
+
+
+def complete(workdir: str | Path) -> list[Any]:
+    """Checkpoints of a work directory that are whole, by step, with their metrics."""
+    root = Path(workdir).absolute() / DIRECTORY
+    if not root.is_dir():
+        return []
+    with ocp.training.Checkpointer(str(root)) as reader:
+        return list(reader.checkpoints)
+
+
+def started(workdir: str | Path) -> bool:
+    """Whether the work directory holds a complete checkpoint, from which a run resumes."""
+    return bool(complete(workdir))
+
+
+def find(workdir: str | Path, metric: str | None) -> Path:
+    """Directory of the step that is best by a metric; of the last one if none was evaluated.
+
+    Args:
+      workdir: of the run.
+      metric: of the run, higher is better; None for the last step.
+
+    Raises:
+      CheckpointError: if the work directory holds no complete checkpoint.
+    """
+    root = Path(workdir).absolute() / DIRECTORY
+    if steps := complete(workdir):
+        best = None if metric is None else _best(steps, metric)
+        return root / str((best or steps[-1]).step)
+    raise CheckpointError(
+        f"no complete checkpoint under '{root}': train first, or give another --workdir"
+    )
+
+
+class Checkpoints:
+    """Writer and reader of one run's checkpoints.
+
+    Use as a context manager: leaving waits for what is still being written, and a failure of the
+    background writer comes out there or at the next save, never not at all.
+    """
+
+    def __init__(self, workdir: str | Path, metric: str):
+        """Opens `workdir/checkpoints`, clearing what a killed run left unfinished.
+
+        Args:
+          workdir: of the run.
+          metric: name of the metric by which the best step is kept, higher is better.
+        """
+        keep, decide = ocp.training.preservation_policies, ocp.training.save_decision_policies
+        best = keep.BestN(
+            n=1,
+            get_metric_fn=lambda metrics: metrics[metric],
+            keep_checkpoints_without_metrics=False,
+        )
+        # Typed loosely: Orbax's policies do not declare that they are the protocol they are.
+        policies: dict[str, Any] = {
+            "save_decision_policy": decide.FixedIntervalPolicy(1),
+            "preservation_policy": keep.AnyPreservationPolicy([keep.LatestN(1), best]),
+        }
+        self.root = Path(workdir).absolute() / DIRECTORY
+        self.metric = metric
+        self._pending = None
+        try:
+            self._steps = ocp.training.Checkpointer(
+                str(self.root), cleanup_tmp_directories=True, **policies
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write checkpoints to '{self.root}' ({_first_line(error)}): choose another "
+                "--workdir"
+            ) from error
+
+    @property
+    def last(self) -> int | None:
+        """Last complete step, None if there is none."""
+        latest = self._steps.latest
+        return None if latest is None else latest.step
+
+    @property
+    def best(self) -> tuple[int, dict[str, float]] | None:
+        """Step and metrics of the best evaluated step still on disk."""
+        found = _best(list(self._steps.checkpoints), self.metric)
+        return None if found is None else (found.step, dict(found.metrics))
+
+    def path(self, step: int) -> Path:
+        """Directory of a step."""
+        return self.root / str(step)
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """Starts writing a step and returns when the arrays have left the devices.
+
+        A step that is already on disk is left as it is.
+
+        Args:
+          step: steps taken.
+          state: the state after them; may be donated once this returns.
+          metrics: evaluation of this step, if it was evaluated.
+
+        Raises:
+          CheckpointError: if this or the previous save failed.
+        """
+        self.wait()
+        if self.last == step:
+            return
+        try:
+            self._pending = self._steps.save_async(
+                step,
+                _state_dict(state),
+                metrics=None if metrics is None else dict(metrics),
+                force=True,
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"writing step {step} to '{self.root}' failed ({_first_line(error)})"
+            ) from error
+
+    def wait(self) -> None:
+        """Waits for the writer.
+
+        Raises:
+          CheckpointError: if it failed.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+        except Exception as error:
+            raise CheckpointError(
+                f"writing a checkpoint to '{self.root}' failed ({_first_line(error)})"
+            ) from error
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            self.wait()
+        finally:
+            self._steps.close()

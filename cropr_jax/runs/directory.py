@@ -1,0 +1,69 @@
+"""What a work directory says of its run: config, classes, metric, best step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cropr_jax import tasks
+from cropr_jax.errors import CheckpointError
+from cropr_jax.runs import checkpoints
+
+CONFIG = "config.json"
+ABOUT = "run.json"
+
+
+def of_step(path: str | Path) -> Path:
+    """The work directory of one of its steps; any other path is one already."""
+    path = Path(path).expanduser().absolute()
+    return path.parent.parent if path.parent.name == checkpoints.DIRECTORY else path
+
+
+def config(workdir: Path) -> dict[str, Any]:
+    """The resolved config that the run was started with.
+
+    Raises:
+      CheckpointError: if there is none.
+    """
+    try:
+        return json.loads((workdir / CONFIG).read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"'{workdir}' has no {CONFIG}: give a work directory of a run, or one of its steps "
+            f"such as WORKDIR/{checkpoints.DIRECTORY}/1000"
+        ) from error
+
+
+def about(workdir: Path) -> dict[str, Any]:
+    """What the run wrote down of itself: `class_names`, `metric`, `versions`, `revision`."""
+    path = workdir / ABOUT
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def class_names(workdir: Path) -> tuple[str, ...]:
+    """Names by label; empty if the run wrote none."""
+    return tuple(about(workdir).get("class_names", ()))
+
+
+def metric(workdir: Path) -> str:
+    """Name of the metric that ranks the checkpoints of the run.
+
+    Raises:
+      CheckpointError: if nothing in the directory tells it.
+    """
+    # Runs of before the metric was written down have that of their task.
+    return about(workdir).get("metric") or tasks.get(config(workdir)["task"]).metric.name
+
+
+def step_directory(path: str | Path) -> Path:
+    """The best step of a work directory (the last one if none was evaluated); a step as it is.
+
+    Raises:
+      CheckpointError: if there is no complete checkpoint.
+    """
+    path = Path(path).expanduser().absolute()
+    if not (path / checkpoints.DIRECTORY).is_dir():
+        return path
+    steps = checkpoints.complete(path)
+    return checkpoints.find(path, metric(path) if len(steps) > 1 else None)

@@ -1,0 +1,92 @@
+"""A process of a run: its set-up, joining others, and leaving together when asked to stop."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from typing import Any
+
+import jax
+from absl import logging
+from jax.experimental import multihost_utils
+
+from cropr_jax.errors import ConfigError
+from cropr_jax.train import sharding
+
+# Where compiled programs are kept unless a command says otherwise.
+PROGRAMS = "~/.cache/cropr_jax/xla"
+
+
+def set_up(cache_dir: str, cpu_devices: int | None) -> None:
+    """What must be set before the first array: devices, and where compiled programs are kept.
+
+    Args:
+      cache_dir: of compiled programs, '' for nowhere; JAX's own setting goes before it.
+      cpu_devices: see `sharding.split_cpu`.
+
+    Raises:
+      ConfigError: on a wrong number of devices.
+    """
+    # Tracing makes and drops many small objects beside the many that imports leave for good:
+    # looking through all of these as often as Python does by default makes a start 15 % longer.
+    gc.set_threshold(50_000, 20, 100)
+    sharding.split_cpu(cpu_devices)
+    # Orbax reports each save in a dozen lines, JAX every backend that it did not find.
+    logging.set_verbosity(logging.WARNING)
+    if cache_dir and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache_dir))
+        # Small programs too: of a model in hundreds of them, most compile in less than a second.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+class Preemption:
+    """Notices SIGTERM, so that the loop can save and leave between two steps.
+
+    Attributes:
+      asked: whether the signal came (one process).
+    """
+
+    def __init__(self):
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Preemption:
+        # With several processes JAX's own service takes the signal, and they agree on a step.
+        if jax.process_count() == 1:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.asked = True
+
+    def at(self, step: int) -> bool:
+        """Whether to leave after `step`; the same answer in every process."""
+        if jax.process_count() == 1:
+            return self.asked
+        return multihost_utils.reached_preemption_sync_point(step)
+
+
+def initialize_processes() -> None:
+    """Joins the processes of a run; to be called before anything asks for devices.
+
+    On SLURM and other clusters that JAX knows nothing need be set. Elsewhere three environment
+    variables tell each process its place: JAX_COORDINATOR_ADDRESS (host:port of the first),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0).
+
+    Raises:
+      ConfigError: if the processes cannot be joined.
+    """
+    told = [os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
+    count, index = (None if value is None else int(value) for value in told)
+    try:
+        jax.distributed.initialize(num_processes=count, process_id=index)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"config.distributed: cannot join the processes ({str(error).splitlines()[0]}); set "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave it off"
+        ) from error
