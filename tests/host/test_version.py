@@ -3,7 +3,6 @@
 import importlib.metadata
 import platform
 import re
-import shutil
 import subprocess
 
 import jax
@@ -51,7 +50,6 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 def test_revision_tells_local_changes(tree):
     git(tree, "init", "-q")
     git(tree, "add", ".")
