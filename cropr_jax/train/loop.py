@@ -22,7 +22,7 @@ from cropr_jax.runs.checkpoints import Checkpoints
 from cropr_jax.train import fields, initial, recipe
 from cropr_jax.train.card import card
 from cropr_jax.train.logging import Logger, say
-from cropr_jax.train.processes import Preemption, initialize_processes
+from cropr_jax.train.processes import Preemption, initialize_processes, wait_for_all
 from cropr_jax.train.recipe import Recipe
 from cropr_jax.train.results import draw, finish
 from cropr_jax.train.run import IN_FLIGHT, Evaluation, Run, prefetch
@@ -88,6 +88,8 @@ def train(config: Any, workdir: str | Path) -> dict[str, Any] | None:
     if not checkpoints.started(workdir):  # what a checkpoint has is not read again
         for field in ("init", "teacher"):
             initial.check_path(resolved.config[field], f"config.{field}")
+    # Orbax makes its readers meet, so all processes must look before one of them makes anything.
+    wait_for_all("looked for checkpoints")
     _claim(workdir, resolved)
     run = Run(resolved)
     with (

@@ -71,6 +71,16 @@ class Preemption:
         return multihost_utils.reached_preemption_sync_point(step)
 
 
+def wait_for_all(what: str) -> None:
+    """Returns once every process of the run is here; at once where there is one.
+
+    Args:
+      what: the processes did, the same words in each.
+    """
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
 def initialize_processes() -> None:
     """Joins the processes of a run; to be called before anything asks for devices.
 

@@ -30,7 +30,7 @@ CONFIG = str(ROOT / "tests" / "tiny_config.py")
 
 # Runs run.py with something done to it first; the programs differ in nothing else.
 INTERRUPTED = """
-import os, runpy, signal, sys
+import os, runpy, signal, sys, time
 from cropr_jax.train import loop
 
 def kill_in_step(step):
@@ -56,6 +56,13 @@ def ask_to_stop(step):
             os.kill(os.getpid(), signal.SIGTERM)
         return seen(self, now)
     loop.Preemption.at = at
+
+def look_late(seconds):
+    look = loop.checkpoints.started
+    def started(workdir):
+        time.sleep(seconds)
+        return look(workdir)
+    loop.checkpoints.started = started
 
 {what}
 sys.argv = {argv!r}
@@ -158,16 +165,19 @@ def test_another_model_in_the_same_place_is_refused(uninterrupted, cache, tmp_pa
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     """Two processes of one device each against one process of two."""
-    command = [sys.executable, "run.py", "--config", CONFIG, "--cache_dir=", "--workdir"]
+    argv = ["run.py", "--config", CONFIG, "--cache_dir=", "--workdir"]
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
     several = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    # One looks for checkpoints when the other could have begun to write them.
+    both = [*argv, str(tmp_path / "two"), "--config.distributed"]
+    late = INTERRUPTED.format(what="look_late(10)", argv=both)
     with contextlib.ExitStack() as stack:
         starts = []
-        for i in range(2):
+        for i, program in enumerate((both, ["-c", late])):
             process = subprocess.Popen(
-                [*command, str(tmp_path / "two"), "--config.distributed"], cwd=ROOT,
+                [sys.executable, *program], cwd=ROOT,
                 env=environment(**several, JAX_PROCESS_ID=str(i)),
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
@@ -177,7 +187,9 @@ def test_two_processes_equal_one(tmp_path):
     assert [process.returncode for process in starts] == [0, 0], "\n".join(outputs)
     assert "Result" in outputs[0] and "Result" not in outputs[1]
     one = environment(JAX_NUM_CPU_DEVICES="2")
-    subprocess.run([*command, str(tmp_path / "one")], cwd=ROOT, env=one, check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, *argv, str(tmp_path / "one")], cwd=ROOT, env=one, check=True, timeout=300
+    )
     together, alone = (state_in(tmp_path / name, 8) for name in ("two", "one"))
     assert together.keys() == alone.keys()
     for name, value in alone.items():
