@@ -22,7 +22,10 @@ from cropr_jax.errors import ConfigError
 from cropr_jax.train import evaluate, train
 
 CONFIG = str(REPOSITORY / "tests" / "depth_config.py")
-pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,  # whole runs; a minute together
+    pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")
