@@ -1,8 +1,10 @@
-"""A place at which the compiler for CPUs must finish the gradient before it goes on.
+"""Places at which the compiler for CPUs must finish a value before it goes on.
 
-The gradient of the residual stream is a sum over all later blocks. XLA's CPU compiler would fuse
-that sum into each of its uses, of which every block has several, so that the backward pass would
-take time quadratic in the depth. A barrier between the branches makes it write the sum down.
+XLA's CPU compiler fuses a value into each of its uses, where it is computed again. The gradient of
+the residual stream is a sum over all later blocks, which every block uses several times: the
+backward pass would take time quadratic in the depth. And the update of every parameter uses the
+learning rate, whose formula would be compiled hundreds of times. A barrier makes it write such a
+value down.
 """
 
 import jax
@@ -31,25 +33,30 @@ def materialize(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return lax.while_loop(more, trip, (jnp.zeros((), jnp.int32), x))[1]
 
 
-def _on_cpu(x: Float[Array, "*b"], *, backward: bool) -> Float[Array, "*b"]:
-    return materialize(x) if backward else x
+def _on_cpu(x: Float[Array, "*b"], *, finish: bool) -> Float[Array, "*b"]:
+    return materialize(x) if finish else x
 
 
-def _elsewhere(x: Float[Array, "*b"], *, backward: bool) -> Float[Array, "*b"]:
+def _elsewhere(x: Float[Array, "*b"], *, finish: bool) -> Float[Array, "*b"]:
     return x
 
 
 # The identity, as an operation of its own: the platform is then that of the lowering, wherever it
 # is done, and programs for all but CPU are the same to the letter as without it.
-_barrier = Primitive("gradient_barrier")
+_barrier = Primitive("barrier")
 _barrier.def_impl(_elsewhere)
-_barrier.def_abstract_eval(lambda x, *, backward: x)
+_barrier.def_abstract_eval(lambda x, *, finish: x)
 batching.defvectorized(_barrier)
-ad.deflinear2(_barrier, lambda gradient, x, *, backward: [_barrier.bind(gradient, backward=True)])
+ad.deflinear2(_barrier, lambda gradient, x, *, finish: [_barrier.bind(gradient, finish=True)])
 mlir.register_lowering(_barrier, mlir.lower_fun(_elsewhere, multiple_results=False))
 mlir.register_lowering(_barrier, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
 
 
 def gradient_barrier(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """`x`; its gradient is materialized on CPU (see above), and untouched elsewhere."""
-    return _barrier.bind(x, backward=False)
+    return _barrier.bind(x, finish=False)
+
+
+def barrier(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """`x`, materialized on CPU (see above), and untouched elsewhere."""
+    return _barrier.bind(x, finish=True)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 import optax
 
+from cropr_jax.core.barrier import barrier
 from cropr_jax.errors import ConfigError
 
 T = TypeVar("T")
@@ -153,5 +154,5 @@ def adamw(
         optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=eps),
         optax.add_decayed_weights(weight_decay, mask=decayed),
         scale_by_tree(factors),
-        optax.scale_by_learning_rate(learning_rate),
+        optax.scale_by_learning_rate(lambda count: barrier(learning_rate(count))),
     )

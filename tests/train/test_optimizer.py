@@ -12,6 +12,7 @@ from cropr_jax.core.trees import flatten
 from cropr_jax.errors import ConfigError
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.train import optimizer
+from cropr_jax.train.learning_rate import WarmupCosine
 from cropr_jax.train.optimizer import adamw, layer_multipliers, match
 from cropr_jax.train.state import (
     TrainState,
@@ -147,11 +148,22 @@ def test_adamw_by_hand():
 
 
 def test_clipping():
-    made = adamw(("head/bias",), 0, lambda step: 1.0, clip_norm=1.0, betas=(0.0, 0.0), eps=1.0)
+    made = adamw(
+        ("head/bias",), 0, lambda step: jnp.ones(()), clip_norm=1.0, betas=(0.0, 0.0), eps=1.0
+    )
     params = {"head/bias": np.zeros(2, np.float32)}
     grads = {"head/bias": np.array([3.0, 4.0], np.float32)}
     updates, _ = jax.jit(lambda g, p: made.update(g, made.init(p), p))(grads, params)
     np.testing.assert_allclose(updates["head/bias"], [-0.6 / 1.6, -0.8 / 1.8], rtol=1e-6)
+
+
+def test_the_learning_rate_is_compiled_once():
+    """And not once more in the update of every parameter, where XLA for CPU would fuse it in."""
+    params = {f"block_{i}/mlp/fc1/kernel": jnp.ones((4, i + 1)) for i in range(3)}
+    made = adamw(tuple(params), 3, WarmupCosine(1e-3, 1e-6, 2, 10))
+    step = jax.jit(lambda grads, state: made.update(grads, state, params)[0])
+    state = jax.eval_shape(made.init, params)
+    assert step.lower(params, state).compile().as_text().count(" cosine(") == 1
 
 
 def test_frozen_parameters_have_no_state():
