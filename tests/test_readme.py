@@ -23,6 +23,7 @@ def test_set_up_commands_come_first():
     assert lines[2] == "pip install -r requirements-dev.txt && pytest"
 
 
+@pytest.mark.slow
 def test_python_blocks_run(capsys):
     blocks = python_blocks(README.read_text())
     assert len(blocks) == 3

@@ -9,6 +9,7 @@ from cropr_jax.errors import ConfigError
 CONFIG = "vit,width=32,depth=2,heads=2,patch=8,res=16,classes=5,r=1,fusion=none"
 
 
+@pytest.mark.slow
 def test_times_all_three(capsys):
     exported.main(["--config", CONFIG, "--batch_size", "1,2", "--rounds", "2"])
     lines = capsys.readouterr().out.splitlines()

@@ -109,6 +109,7 @@ def test_another_image_size(place, capsys):
     assert len(row["ranks"][0]) == 7 and "Unpruned" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_whole_command_and_its_resumption(place, capsys, monkeypatch):
     path, document = place / "out.json", place / "out.md"
     command = arguments(

@@ -124,6 +124,7 @@ def test_an_interrupted_benchmark_leaves_rows(tmp_path):
     assert seen == [[1, 1], [2, 2]]
 
 
+@pytest.mark.slow
 def test_training_steps(one_device):
     """With what three of them change in the memory of one; several of a method by its options."""
     names = ("none", "cropr", "cropr:mlp=false")
@@ -158,6 +159,7 @@ def test_training_steps_that_do_not_divide(capsys):
     assert not capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_stages_take_turns(one_device):
     """Each method is timed once in what is the same program, and compared with 'none' of a kind."""
     settings = methods.Settings(("none", "cropr"), 1, rounds=2, stages=programs.STAGES)
@@ -198,6 +200,7 @@ def test_forms_of_a_segmenter():
     assert all_queries - slim == pytest.approx(2 * 2 * 64 * 65 * 64, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fusion", "names"),
     [("dtop", ("none", "dtop")), ("token_concat", ("cropr:train_queries=4",))],
@@ -210,6 +213,7 @@ def test_training_steps_of_segmenters(one_device, fusion, names):
     assert rows[-1]["fusion"] == fusion and rows[-1]["tokens"] == [12]
 
 
+@pytest.mark.slow
 def test_all_methods_in_one_run(tmp_path, capsys):
     """Every registered one, or why not; without Last Layer Fusion where the method refuses it."""
     path = tmp_path / "speed.json"

@@ -22,7 +22,16 @@ def test_ten_thousand_unknown_names():
         match(recognise(state, 2), wanted, (4, 4), Trunk.fresh)
 
 
-@pytest.mark.parametrize("kind", ["timm", "eva", "cropr", "big_vision", "vision_transformer"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "timm",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("eva", "cropr", "big_vision", "vision_transformer")
+        ),
+    ],
+)
 def test_wrong_shapes_end_in_one_error(kind):
     """Every array in turn: zero-size, of another rank, of another size."""
     fields = {"eva": EVA02, "cropr": VIT | CROPR, "timm": VIT}.get(kind, VIT | {"pool": "cls"})

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from sklearn.datasets import load_digits
 
 from cropr_jax.data import digits, preprocess
@@ -48,6 +49,7 @@ def test_prepared_once_silently_and_read_back(tmp_path, capfd):
         assert pictures[image[..., 0].tobytes()] == test[i]["label"]
 
 
+@pytest.mark.slow
 def test_two_processes_prepare_at_once(tmp_path):
     program = f"from cropr_jax.data import digits; print(digits.prepare({str(tmp_path)!r}))"
     runs = [

@@ -38,7 +38,10 @@ def whole(model, key):
     return jax.jit(make)(key)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "cropr" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
+)
 def test_numbers_are_those_of_init(name):
     model, key = MODELS[name], jax.random.key(3)
     got, expected = models.init(model, key), whole(model, key)

@@ -39,6 +39,7 @@ def forward(model, params, x, train=False):
     return model.apply({"params": params}, x, train=train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["vit", "eva02"])
 def test_non_square_images_in_both_forms(backbone):
     model = build(backbone=backbone)

@@ -85,6 +85,7 @@ def cross_entropy(logits, labels, ignore):
     return -jnp.where(valid, picked, 0).sum() / valid.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stage", "rate"), CASES)
 def test_training_outputs_and_gradients(name, stage, rate):
     arrays, meta = load_fixture(name)

@@ -95,6 +95,7 @@ def build(name, **options):
     return model.clone(schedule=schedule.to_counts(DEPTH, PATCHES, (2, 3), COUNTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dynamicvit", "sit"])
 def test_model_and_teacher(name):
     model, plain = build(name, distill=True), build(name)

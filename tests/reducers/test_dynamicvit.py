@@ -141,6 +141,7 @@ def train(model, params, images, keys):
     return jax.grad(loss, has_aux=True)(params)
 
 
+@pytest.mark.slow
 def test_training_masks_and_inference_removes():
     model = build()
     params = random_params(model)
@@ -163,6 +164,7 @@ def test_training_masks_and_inference_removes():
         apply({"params": params}, batch()[0], train=True)
 
 
+@pytest.mark.slow
 def test_finite_when_every_patch_is_dropped():
     model = build(pool="mean_patches")
     params = random_params(model)

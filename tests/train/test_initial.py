@@ -174,6 +174,7 @@ np.savez(out, **flatten(params), query=predictor.params["reducer_0"]["scorer"]["
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_eight_devices_starts_and_predicts_on_one(run, tmp_path):
     _, stored = run
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))

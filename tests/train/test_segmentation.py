@@ -67,6 +67,7 @@ def one_step(mesh, accum_steps=1, ignored=True):
     return jax.device_get(state), jax.device_get(metrics), sums
 
 
+@pytest.mark.slow
 def test_devices_change_nothing():
     """The mean over pixels that count is that of the whole batch, wherever they lie."""
     state, metrics, sums = one_step(mesh_of(1, 1))
@@ -78,6 +79,7 @@ def test_devices_change_nothing():
     assert sums["confusion"].sum() == (make_batch(True)["label"] != 255).sum()
 
 
+@pytest.mark.slow
 def test_windows_are_evaluated_alike_on_any_devices():
     """Of some images one window, of some two; what no image has is not there."""
     batch = make_batch(True)
@@ -114,6 +116,7 @@ def test_windows_are_evaluated_alike_on_any_devices():
     assert other["loss"] != alone["loss"]
 
 
+@pytest.mark.slow
 def test_micro_batches_are_slices_of_the_targets():
     """Where all have as many pixels that count."""
     state, metrics, _ = one_step(mesh_of(1, 1), ignored=False)
@@ -153,6 +156,7 @@ def whole(tmp_path_factory, opened):
     return workdir, result, tuple(opened)
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves(whole):
     workdir, result, _ = whole
     assert set(result["metrics"]["test"]) == {"miou", "macc", "aacc", "loss", "examples"}
@@ -166,6 +170,7 @@ def test_what_a_run_leaves(whole):
     assert result["best"]["step"] == 8
 
 
+@pytest.mark.slow
 def test_each_split_is_opened_once(whole, opened):
     """For all that a training does with it, and for all that an evaluation does."""
     workdir, result, in_training = whole
@@ -176,6 +181,7 @@ def test_each_split_is_opened_once(whole, opened):
     assert {"step": again["step"], **again["metrics"]["test"]} == result["best"]
 
 
+@pytest.mark.slow
 def test_resumed_amid_the_curriculum(whole, tmp_path, monkeypatch, capsys):
     """Stopped while fewer tokens are pruned, and again after it: the same run."""
     config = segmentation_config(RISING)

@@ -135,6 +135,7 @@ def test_accumulation_equals_the_big_batch(whole):
         np.testing.assert_allclose(parts_metrics[name], value, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "fsdp", "accum"), [(8, 1, 2), (2, 4, 1)])
 def test_sharded_equals_unsharded(whole, data, fsdp, accum):
     state, metrics, _ = whole
@@ -221,6 +222,7 @@ def router_step(from_model=False):
     return dataclasses.replace(step, from_model=from_model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_model", [False, True])
 def test_routers_leave_the_backbone_bit_by_bit(from_model):
     """And take their targets from the labels or from the model itself, whose parameters are held
@@ -249,6 +251,7 @@ def test_routers_leave_the_backbone_bit_by_bit(from_model):
     np.testing.assert_allclose(metrics["auxiliary_loss"], expected(state.params), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_routers_cost_no_backward_pass():
     """By FLOPs: a step of all parameters is three passes, one of the routers a single one.
 
@@ -273,6 +276,7 @@ def distilled(**kwargs):
     return make_step(model, teacher=models.unpruned(model), **kwargs)
 
 
+@pytest.mark.slow
 def test_teacher_teaches_and_stays():
     """Cut over devices or not: the same losses, no gradient into it, and it comes out as it was."""
     found = {}
@@ -301,6 +305,7 @@ def test_teacher_teaches_and_stays():
     np.testing.assert_allclose(one["loss"], parts, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_gradient_reaches_the_teacher():
     step = distilled(mesh=mesh_of(1, 1))
     model = step.model

@@ -67,6 +67,7 @@ def test_an_image_of_the_model_s_size_needs_no_resizing(predictor):
     np.testing.assert_array_equal(labels[[0, 0, 15, 15], [0, 31, 0, 31]], corners)
 
 
+@pytest.mark.slow
 def test_sliding_windows_are_those_of_evaluation(predictor):
     settings = PREPROCESS | {"eval_stride": (10, 20)}
     sliding = SegmentationPredictor(predictor.model, predictor.params, settings, NAMES)
