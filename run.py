@@ -17,6 +17,7 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "FILE or FILE:VARIANT,
 flags.DEFINE_string("workdir", "", "Where to write; default runs/CONFIG-VARIANT.")
 flags.DEFINE_enum("mode", "train", ["train", "eval"], "What to do.")
 flags.DEFINE_bool("print_config", False, "Print the resolved config as JSON and stop.")
+flags.DEFINE_bool("print_fields", False, "Print what each field means and may hold, and stop.")
 flags.DEFINE_string(
     "cache_dir", "~/.cache/cropr_jax/xla", "Where compiled programs are kept; empty for nowhere."
 )
@@ -65,6 +66,11 @@ def main(argv: list[str]) -> None:
         workdir = FLAGS.workdir or default_workdir(FLAGS["config"].config_filename)
         if FLAGS.print_config:
             print(FLAGS.config.to_json_best_effort(indent=2))
+            return
+        if FLAGS.print_fields:
+            from cropr_jax.train import fields
+
+            print(fields.describe(fields.settled(fields.plain(FLAGS.config))))
             return
         {"train": train.train, "eval": train.evaluate}[FLAGS.mode](FLAGS.config, workdir)
     except (ConfigError, FloatingPointError) as error:

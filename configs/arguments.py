@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from cropr_jax.core.fusion import POOLED_FUSIONS
 from cropr_jax.errors import ConfigError
-from cropr_jax.models.create import SCHEDULES
+from cropr_jax.models.fields import SCHEDULES
 from cropr_jax.reducers.registry import REDUCERS, options
 from cropr_jax.train.routers import TRAIN
 

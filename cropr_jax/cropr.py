@@ -13,6 +13,7 @@ Source: Bergner, Lippert and Mahendran, "Token Cropr: Faster ViTs for Quite a Fe
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -24,6 +25,7 @@ from jaxtyping import Array, Float, Int, Key
 from cropr_jax.core import rng, routing
 from cropr_jax.core.layers import Dtype, LayerNorm, Mlp, normal_init
 from cropr_jax.core.reducer import Context, Pruner, SiteSizes
+from cropr_jax.host.schema import Kind, choice, whole
 from cropr_jax.tokens import Tokens
 
 # Folded into a site's key for the choice of the queries that train.
@@ -228,6 +230,10 @@ class Cropr(Pruner):
     remat: bool = False
 
     trains_alone: ClassVar[bool] = True
+    ranges: ClassVar[Mapping[str, Kind]] = {
+        "heads": whole(1, 2**10),
+        "selector": choice("topk", "sample"),
+    }
     salience: ClassVar[float] = 1.0
 
     @property

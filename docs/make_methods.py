@@ -6,7 +6,7 @@ python docs/make_methods.py > docs/methods.md
 import inspect
 import re
 
-from cropr_jax.reducers.registry import OF_FUSIONS, REDUCERS, method, options
+from cropr_jax.reducers.registry import OF_FUSIONS, REDUCERS, meanings, method, options
 
 HEAD = """# Methods and their options
 
@@ -20,17 +20,6 @@ def first_sentence(text: str) -> str:
     """Of a docstring, in one line."""
     paragraph = " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())
     return re.match(r".*?[.](?= |$)|.*", paragraph)[0]
-
-
-def meanings(name: str) -> dict[str, str]:
-    """What the docstrings of a method's class, and of those it inherits from, say of attributes."""
-    found: dict[str, str] = {}
-    for kind in method(name).__mro__:
-        text = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2]
-        for names, meaning in re.findall(r"^  ([\w, ]+): (.*(?:\n    .*)*)", text, re.MULTILINE):
-            for attribute in names.split(", "):
-                found.setdefault(attribute, " ".join(meaning.split()))
-    return found
 
 
 def page() -> str:

@@ -13,7 +13,7 @@ from cropr_jax import tasks
 from cropr_jax.data import preprocess
 from cropr_jax.data.open import READERS
 from cropr_jax.models import Segmenter
-from cropr_jax.tasks.base import Metric, Result, Task, total
+from cropr_jax.tasks.base import PREPROCESS, Metric, Result, Task, total
 from cropr_jax.tasks.predictor import Predictor, read
 
 
@@ -105,7 +105,7 @@ class Depth(Task):
     predictor: ClassVar = DepthPredictor
     labels: ClassVar = Scenes.kind
     made_up: ClassVar = "scenes"
-    fields: ClassVar = {"preprocess": ({"res", "mean", "std", "train"}, set())}
+    fields: ClassVar = {"preprocess": PREPROCESS}
 
     def train_transform(self, preprocess):
         return functools.partial(example, preprocess)

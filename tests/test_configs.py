@@ -9,7 +9,7 @@ from cropr_jax import models, tasks
 from cropr_jax.errors import ConfigError
 from cropr_jax.models import costs
 from cropr_jax.reducers.registry import REDUCERS
-from cropr_jax.train.fields import check_names, difference, leaves, plain
+from cropr_jax.train.fields import check, difference, leaves, plain
 from cropr_jax.train.recipe import resolve
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -40,7 +40,7 @@ def test_every_reduction_resolves_and_shrinks(name, reduction):
     full = get_config(name, f"{variant}reduction={reduction}")
     local = get_config(name, f"{variant}reduction={reduction},runlocal")
     for config in (full, local):
-        check_names(plain(config), tasks.get(config.task))
+        check(plain(config), tasks.get(config.task))
         assert config.model.reduction.name == reduction
         model = plain(config)["model"]
         models.create(model | {"num_classes": model["num_classes"] or 10})
@@ -178,7 +178,7 @@ def test_routers_only(name):
     """Nothing of the backbone is disturbed, and one word changes only what it must."""
     name, _, variant = name.partition(":")
     config = get_config(name, f"{variant},train=routers")
-    check_names(plain(config), tasks.get(config.task))
+    check(plain(config), tasks.get(config.task))
     model = plain(config)["model"]
     made = models.create(model | {"num_classes": model["num_classes"] or 10})
     assert not any(made.drop_rates()) and made.fusion == "none"

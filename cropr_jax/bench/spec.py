@@ -5,7 +5,9 @@ from typing import Any
 
 from cropr_jax import models
 from cropr_jax.errors import ConfigError
+from cropr_jax.host import schema
 from cropr_jax.models import heads
+from cropr_jax.models.fields import MODEL
 from cropr_jax.reducers.registry import OF_FUSIONS
 
 # R at 224 x 224 pixels: the paper's for ViT-B, L, H (section "Pruning schedule") and EVA-02-L (40
@@ -105,6 +107,7 @@ def parse_variant(config: str) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = value_of(text)
+    schema.check_values("config.model", MODEL, fields)
     side = fields["image_size"]
     area = side * side if isinstance(side, int) else side[0] * side[1]
     rate = round(known.get(variant, RATE) * area / 224**2)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from cropr_jax.core import routing
 from cropr_jax.core.layers import Dtype
+from cropr_jax.host.schema import Kind
 from cropr_jax.tokens import Tokens
 
 # What a model returns: its prediction, and everything else by name.
@@ -101,6 +102,7 @@ class Reducer(nn.Module):
         them.
       draws: whether it draws at random outside training.
       untrained: options with which it has nothing to train, if by default it has.
+      ranges: what options may be, where their type does not say it.
     """
 
     num_outputs: int = 0
@@ -113,6 +115,7 @@ class Reducer(nn.Module):
     trains_alone: ClassVar[bool] = False
     draws: ClassVar[bool] = False
     untrained: ClassVar[Mapping[str, Any]] = {}
+    ranges: ClassVar[Mapping[str, Kind]] = {}
     # Parameters whose shape holds the number of outputs k, and on which axis: weights that are
     # trained with them serve one schedule at one image size.
     count_axes: ClassVar[Mapping[str, int]] = {}

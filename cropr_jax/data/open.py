@@ -52,6 +52,12 @@ def _fake_segmentation(data: Mapping[str, Any], split: str) -> Reader:
 
 
 def _made_up(data: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("num_examples", "image_size", "num_classes"):
+        if not data.get(name):
+            raise ConfigError(
+                f"config.data.{name}: found {data.get(name)!r}, but made-up data "
+                f"(source={data['source']!r}) need it. Set a number, or another source."
+            )
     return {
         "num_examples": data["num_examples"],
         "image_size": tuple(data["image_size"]),

@@ -18,8 +18,9 @@ import numpy as np
 from PIL import Image
 
 from cropr_jax.data import augment, rand_augment
-from cropr_jax.data.records import Record
+from cropr_jax.data.records import FILTERS, Record
 from cropr_jax.errors import ConfigError
+from cropr_jax.host.messages import check_choice
 
 
 def decode(image: bytes | np.ndarray | Image.Image) -> Image.Image:
@@ -101,13 +102,8 @@ def resample_filter(name: str) -> int:
     Raises:
       ConfigError: not bicubic, bilinear, lanczos or nearest.
     """
-    filters = {f.name.lower(): f for f in Image.Resampling}
-    if name not in ("bicubic", "bilinear", "lanczos", "nearest"):
-        raise ConfigError(
-            f"config.preprocess.interpolation is {name!r}, expected bicubic, bilinear, lanczos or "
-            "nearest."
-        )
-    return filters[name]
+    check_choice("preprocess.interpolation", name, FILTERS)
+    return {f.name.lower(): f for f in Image.Resampling}[name]
 
 
 def eval_image(image: Image.Image, preprocess: Mapping[str, Any]) -> Image.Image:

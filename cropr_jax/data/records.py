@@ -28,6 +28,8 @@ Example = dict[str, Any]
 CLASS, MAP = "one class an image", "maps"
 # What maps hold where no class counts.
 IGNORE = 255
+# Names of the filters by which images are resized.
+FILTERS = ("bicubic", "bilinear", "lanczos", "nearest")
 _SPLIT = re.compile(r"(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 

@@ -2,9 +2,10 @@
 
 from cropr_jax.core.trees import count
 from cropr_jax.models.classifier import Classifier
-from cropr_jax.models.create import DTYPES, complete, create, head_of, make_schedule, pair
+from cropr_jax.models.create import complete, create, make_schedule, pair
+from cropr_jax.models.fields import DTYPES
 from cropr_jax.models.forward import forward
-from cropr_jax.models.heads import HEADS
+from cropr_jax.models.heads import HEADS, head_of
 from cropr_jax.models.params import (
     abstract_params,
     cast_params,

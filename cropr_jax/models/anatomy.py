@@ -60,20 +60,20 @@ class Anatomy(nn.Module):
     heads: int
     num_classes: int
     schedule: Schedule
-    mlp_ratio: float = 4.0
+    mlp_ratio: float | int = 4.0
     mlp: str = "gelu"
     use_key_bias: bool = True
     rope_reference: tuple[int, int] | None = None
     prefix: int = 1
-    layer_scale: float | None = None
-    drop_path: float = 0.0
-    drop_path_last_block: float = 0.0
+    layer_scale: float | int | None = None
+    drop_path: float | int = 0.0
+    drop_path_last_block: float | int = 0.0
     reduction: str = "none"
     reducer_options: tuple[tuple[str, Any], ...] = ()
     fusion: str = "none"
     extra_proj: bool = True
     num_queries: int = 1
-    head_init_std: float = 0.02
+    head_init_std: float | int = 0.02
     remat: bool = False
     attention: str = "auto"
     slim: bool = False

@@ -56,8 +56,8 @@ class Block(nn.Module):
     mlp: str = "gelu"
     use_key_bias: bool = True
     rope_reference: tuple[int, int] | None = None
-    drop_path: float = 0.0
-    layer_scale: float | None = None
+    drop_path: float | int = 0.0
+    layer_scale: float | int | None = None
     needs: frozenset[str] = frozenset()
     prefix: int = 0
     attention: str = "auto"

@@ -5,23 +5,18 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
-from cropr_jax.core import fusion as fusions
 from cropr_jax.core import schedule as schedules
 from cropr_jax.core.schedule import Schedule
 from cropr_jax.errors import ConfigError, ScheduleError
-from cropr_jax.host.messages import check_choice, did_you_mean
-from cropr_jax.models import checks, eva02, heads, vit
-from cropr_jax.models.blocks import MLPS
+from cropr_jax.host.messages import check_choice
+from cropr_jax.models import checks
+from cropr_jax.models import fields as model_fields
+from cropr_jax.models.fields import ARCHITECTURES, DTYPES
+from cropr_jax.models.heads import head_of
 from cropr_jax.models.trunk import Trunk
 from cropr_jax.reducers.registry import OF_FUSIONS, REDUCERS
 
-SCHEDULES = ("per_block", "three_stage", "aggressive")
-# By the name that configs use: variants, and the attributes in which all of them differ.
-ARCHITECTURES = {"vit": vit, "eva02": eva02}
 NEEDED = ("width", "depth", "heads", "patch", "image_size", "num_classes")
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 # What the reduction of a config may leave out.
 FUSION = "llf"
 
@@ -48,10 +43,8 @@ def make_schedule(
       fusion: whether pruned tokens come back: then nothing is pruned after the last block but one.
 
     Raises:
-      ConfigError: on an unknown name.
       ScheduleError: if the schedule cannot be met; the message names the block.
     """
-    check_choice("model.reduction.schedule", name, SCHEDULES)
     try:
         if name == "per_block":
             made = schedules.per_block(depth, rate, prefix=prefix, fusion=fusion)
@@ -69,10 +62,11 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     """All fields of a model: those of the config over its variant's over its architecture's.
 
     Raises:
-      ConfigError: on an unknown architecture or variant, or a field that nothing sets.
+      ConfigError: on an unknown field, a value out of range, or a field that nothing sets.
     """
+    model_fields.check(config)
     given = {field: value for field, value in config.items() if value is not None}
-    name = check_choice("model.name", given.pop("name", "vit"), ARCHITECTURES)
+    name = given.pop("name", "vit")
     variants, fields = ARCHITECTURES[name].VARIANTS, dict(ARCHITECTURES[name].DEFAULTS)
     variant = given.pop("variant", None)
     if variant:
@@ -90,19 +84,6 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def head_of(config: Mapping[str, Any]) -> type[Trunk]:
-    """The class of a model's head.
-
-    Args:
-      config: of the model; `head` names it.
-
-    Raises:
-      ConfigError: on an unknown name.
-    """
-    name = config.get("head") or heads.DEFAULT
-    return heads.HEADS[check_choice("model.head", name, heads.HEADS)]
-
-
 def choose_reduction(reduction: Mapping[str, Any], head: type[Trunk]) -> tuple[str, str]:
     """Method and fusion of a config.
 
@@ -111,10 +92,9 @@ def choose_reduction(reduction: Mapping[str, Any], head: type[Trunk]) -> tuple[s
       head: of the model.
 
     Raises:
-      ConfigError: on an unknown name, or two that do not go together.
+      ConfigError: on an unknown method, or two that do not go together.
     """
-    field = "model.reduction.fusion"
-    fusion = check_choice(field, reduction.get("fusion", FUSION), fusions.FUSIONS)
+    fusion = reduction.get("fusion", FUSION)
     name = reduction.get("name", fusion if fusion in OF_FUSIONS else "none")
     if name not in OF_FUSIONS:
         check_choice("model.reduction.name", name, ("none", *sorted(REDUCERS)))
@@ -139,7 +119,8 @@ def create(config: Mapping[str, Any]) -> Trunk:
     head = head_of(fields)
     fields.pop("head", None)
     grid = _set_sizes(fields)
-    reduction: dict[str, Any] = dict(fields.pop("reduction", {}))
+    asked: Mapping[str, Any] = fields.pop("reduction", {})
+    reduction = {name: value for name, value in asked.items() if value is not None}
     # Configs read from JSON have lists; models, which JAX caches by, must be hashable.
     options = {
         option: tuple(value) if isinstance(value, list) else value
@@ -163,7 +144,6 @@ def create(config: Mapping[str, Any]) -> Trunk:
         "reducer_options": tuple(sorted(options.items())),
         "fusion": fusion,
     }
-    _check_names(made, head)
     try:
         model = head(**made)
         reducer = model.make_reducer() if name != "none" else None
@@ -184,19 +164,8 @@ def _set_sizes(fields: dict[str, Any]) -> tuple[int, int]:
         raise ConfigError(
             f"config.model.image_size: {image_size} is not a multiple of the patch {patch}"
         )
-    dtype = check_choice("model.dtype", fields.get("dtype", "float32"), DTYPES)
-    check_choice("model.mlp", fields.get("mlp", "gelu"), MLPS)
-    fields |= {"patch": patch, "image_size": image_size, "dtype": DTYPES[dtype]}
+    dtype = DTYPES[fields.get("dtype", "float32")]
+    fields |= {"patch": patch, "image_size": image_size, "dtype": dtype}
     if "rope_reference" in fields:
         fields["rope_reference"] = pair(fields["rope_reference"])
     return image_size[0] // patch[0], image_size[1] // patch[1]
-
-
-def _check_names(fields: Mapping[str, Any], head: type[Trunk]) -> None:
-    """Refuses fields that a model of this head has not."""
-    known = {field.name for field in dataclasses.fields(head)}
-    for name in fields:
-        if name not in known:
-            raise ConfigError(
-                f"config.model.{name}: no such field; {did_you_mean(name, sorted(known))}"
-            )

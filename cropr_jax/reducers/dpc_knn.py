@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from cropr_jax.core import routing
 from cropr_jax.core.layers import normal_init
 from cropr_jax.core.reducer import Context, Reducer, SiteSizes
+from cropr_jax.host.schema import Kind, whole
 from cropr_jax.reducers.clusters import assign, first_least, membership, squared_distances
 from cropr_jax.tokens import Tokens
 
@@ -83,6 +84,7 @@ class DPCKNN(Reducer):
 
     hook: ClassVar[str] = "after"
     untrained: ClassVar[Mapping[str, Any]] = {"equal_weight": True}
+    ranges: ClassVar[Mapping[str, Kind]] = {"neighbours": whole(1, 2**20)}
 
     @property
     def refuses_fusion(self) -> str:

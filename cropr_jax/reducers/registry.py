@@ -1,10 +1,14 @@
 """Token reduction methods by the name that configs use, and their options."""
 
 import dataclasses
+import inspect
+import re
 from typing import Any
 
 from cropr_jax.core.reducer import Reducer
 from cropr_jax.cropr import Cropr, NonSalient
+from cropr_jax.host import schema
+from cropr_jax.host.schema import Field, Kind
 from cropr_jax.reducers.ats import ATS
 from cropr_jax.reducers.attn_topk import AttnTopK
 from cropr_jax.reducers.dpc_knn import DPCKNN
@@ -53,3 +57,29 @@ def options(name: str) -> dict[str, Any]:
         for field in dataclasses.fields(method(name))
         if field.name not in shared
     }
+
+
+def option_fields(name: str) -> dict[str, Field]:
+    """The options of a method as fields of a config: kinds by type or `Reducer.ranges`."""
+    ranges, said = method(name).ranges, meanings(name)
+    return {
+        option: Field(ranges.get(option) or _kind(default), said.get(option, "of the method"))
+        for option, default in options(name).items()
+    }
+
+
+def _kind(default: Any) -> Kind:
+    """What may stand for a default of its type."""
+    kinds = {bool: schema.FLAG, int: schema.whole(0, 2**20), float: schema.number(0, 1e6)}
+    return kinds.get(type(default), schema.TEXT if isinstance(default, str) else schema.ANYTHING)
+
+
+def meanings(name: str) -> dict[str, str]:
+    """What the docstrings of a method's class, and of those it inherits from, say of attributes."""
+    found: dict[str, str] = {}
+    for kind in method(name).__mro__:
+        text = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2]
+        for names, meaning in re.findall(r"^  ([\w, ]+): (.*(?:\n    .*)*)", text, re.MULTILINE):
+            for attribute in names.split(", "):
+                found.setdefault(attribute, " ".join(meaning.split()))
+    return found

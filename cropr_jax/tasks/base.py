@@ -18,11 +18,17 @@ from jaxtyping import Array, Float, Int
 
 from cropr_jax.data.records import Example, Examples, Record, Source
 from cropr_jax.errors import ConfigError
+from cropr_jax.host.schema import SECTION, SHARE, SIZE, Field, Section, number, several
 from cropr_jax.models import Trunk
 from cropr_jax.tasks.predictor import Predictor
 
-# Fields that a section of a config must and may have.
-Names = tuple[set[str], set[str]]
+# What tasks on images have in `config.preprocess`.
+PREPROCESS: dict[str, Field] = {
+    "res": Field(SIZE, "height and width that the model sees, in pixels"),
+    "mean": Field(several(SHARE, 3), "mean of the channels of values from 0 to 1"),
+    "std": Field(several(number(0, 1, above=True), 3), "standard deviation of the channels"),
+    "train": Field(SECTION, "what changes images in training"),
+}
 Batch = Mapping[str, Any]
 Inputs = dict[str, Any]
 Losses = dict[str, jax.Array]
@@ -90,7 +96,7 @@ class Task:
       predictor: class of the predictors.
       labels: kind of the labels that it learns from (`cropr_jax.data.records`).
       made_up: the source of made-up data, for dry runs (`config.data.source`).
-      fields: names that sections of the config have for this task, beside those of all tasks.
+      fields: that sections of the config have for this task, beside those of all tasks.
     """
 
     name: ClassVar[str]
@@ -101,7 +107,7 @@ class Task:
     predictor: ClassVar[type[Predictor]]
     labels: ClassVar[str]
     made_up: ClassVar[str]
-    fields: ClassVar[Mapping[str, Names]] = {}
+    fields: ClassVar[Mapping[str, Section]] = {}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Task":

@@ -17,32 +17,20 @@ from cropr_jax.train import learning_rate, optimizer, routers, sharding
 from cropr_jax.train.step import Step
 
 
-def positive(config: Mapping[str, Any], *names: str) -> None:
-    """Refuses fields that are no positive whole numbers; a field may be missing.
-
-    Raises:
-      ConfigError: naming the field.
-    """
-    for name in names:
-        value = config.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"config.{name}: found {value!r}, expected a positive whole number")
-
-
 def check_batch(config: Mapping[str, Any]) -> None:
     """Batches must divide, on every device of every host, into equal micro-batches.
 
     Raises:
       ConfigError: naming the field.
     """
-    positive(config, "batch_size", "accum_steps")
     devices, accum = device_count(), config.get("accum_steps", 1)
     parts = devices * accum
     if config["batch_size"] % parts:
-        near = max(config["batch_size"] // parts, 1) * parts
+        below = config["batch_size"] // parts * parts
+        near = f"the nearest below is {below}" if below else f"the smallest is {parts}"
         raise ConfigError(
             f"config.batch_size: {config['batch_size']} does not divide by {devices} devices x "
-            f"{accum} accumulation steps; the nearest below is {near}"
+            f"{accum} accumulation steps; {near}"
         )
 
 
@@ -55,16 +43,15 @@ def total_steps(config: Mapping[str, Any], steps_per_epoch: int) -> tuple[int, i
       ConfigError: if the run has no step, or the warm-up is longer than the run.
     """
     epochs, warmup = config["total_epochs"], config["optimizer"]["warmup_epochs"]
-    if epochs <= 0 or not 0 <= warmup <= epochs:
+    if warmup > epochs:
         raise ConfigError(
-            f"config.optimizer.warmup_epochs: {warmup} of config.total_epochs = {epochs}; expected "
-            "0 <= warm-up <= total, and a total above 0"
+            f"config.optimizer.warmup_epochs: found {warmup}, expected no more than "
+            f"config.total_epochs, which is {epochs}"
         )
     # Rounded up, as the released code does both.
     total, warm = math.ceil(epochs * steps_per_epoch), math.ceil(warmup * steps_per_epoch)
     wanted = config.get("total_steps")
     if wanted is not None:
-        positive(config, "total_steps")
         total, warm = wanted, math.ceil(warmup / epochs * wanted)
     return total, warm
 

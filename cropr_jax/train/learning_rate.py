@@ -25,7 +25,9 @@ from cropr_jax.errors import ConfigError
 from cropr_jax.host.messages import check_choice
 
 
-def effective_learning_rate(base: float | int, batch_size: int, reference: int = 256) -> float:
+def effective_learning_rate(
+    base: float | int, batch_size: int, reference: float | int = 256
+) -> float:
     """Peak rate of a batch of `batch_size` images: `base * batch_size / reference`.
 
     The linear scaling rule; `batch_size` counts all the images of an optimizer step, over devices
@@ -138,11 +140,13 @@ def make(settings: Mapping[str, Any], batch_size: int, warmup: int, total: int) 
       ConfigError: on a wrong field.
     """
     decay = DECAYS[check_choice("optimizer.schedule", settings["schedule"], DECAYS)]
-    if decay is WarmupPoly and "power" in settings:
-        if settings["power"] <= 0:
-            raise ConfigError(
-                f"config.optimizer.power: found {settings['power']!r}, expected a positive number"
-            )
+    if decay is WarmupPoly and settings.get("power") is not None:
         decay = functools.partial(decay, power=settings["power"])
-    peak = effective_learning_rate(settings["lr"], batch_size, settings.get("lr_reference", 256))
+    peak = effective_learning_rate(settings["lr"], batch_size, settings.get("lr_reference") or 256)
+    if settings["min_lr"] > peak:
+        raise ConfigError(
+            f"config.optimizer.min_lr: found {settings['min_lr']}, expected no more than the peak, "
+            f"which is {peak:.3g} with config.optimizer.lr = {settings['lr']} at {batch_size} "
+            "examples"
+        )
     return decay(peak, settings["min_lr"], warmup, total)

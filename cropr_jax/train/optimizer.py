@@ -90,7 +90,7 @@ def depth_of(names: Iterable[str]) -> int:
     return max(blocks, default=-1) + 1
 
 
-def layer_multipliers(names: Iterable[str], depth: int, decay: float) -> dict[str, float]:
+def layer_multipliers(names: Iterable[str], depth: int, decay: float | int) -> dict[str, float]:
     """Factor on the learning rate of each parameter, `decay ** (depth + 1 - group)`.
 
     Group 0 is the stem (class token, position and patch embedding), block i (from 0) is group
@@ -120,11 +120,11 @@ def adamw(
     depth: int,
     learning_rate: Callable[[Any], jax.Array],
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.05,
-    layer_decay: float = 1.0,
-    clip_norm: float | None = None,
+    betas: tuple[float | int, float | int] = (0.9, 0.999),
+    eps: float | int = 1e-8,
+    weight_decay: float | int = 0.05,
+    layer_decay: float | int = 1.0,
+    clip_norm: float | int | None = None,
     decay_rules: Rules[float] = WEIGHT_DECAY,
 ) -> optax.GradientTransformation:
     """AdamW as the released code sets it up, on a flat dictionary of trainable parameters.

@@ -13,7 +13,6 @@ from jax import device_count
 from jax.sharding import Mesh
 
 from cropr_jax import models, tasks
-from cropr_jax.convert import resample
 from cropr_jax.core.schedule import Schedule
 from cropr_jax.data import pipeline
 from cropr_jax.data.open import Splits
@@ -93,7 +92,6 @@ class Recipe:
 
 def _check_batches(config: Mapping[str, Any]) -> None:
     assemble.check_batch(config)
-    assemble.positive(config, "eval_batch_size", "log_every", "checkpoint_every")
     if config["eval_batch_size"] % device_count():
         raise ConfigError(
             f"config.eval_batch_size: {config['eval_batch_size']} does not divide by "
@@ -159,8 +157,9 @@ def resolve(config: Any, splits: Splits | None = None) -> Recipe:
       ConfigError: naming field or file, what was found, what was expected.
     """
     values = fields.plain(config)
-    kind = tasks.get(values.get("task", ""))
-    fields.check_names(values, kind)
+    fields.check_task(values)
+    kind = tasks.get(values["task"])
+    fields.check(values, kind)
     values = fields.settled(values)
     task = kind.from_config(values)
     _check_batches(values)
@@ -179,7 +178,6 @@ def resolve(config: Any, splits: Splits | None = None) -> Recipe:
 
     per_epoch = pipeline.steps_per_epoch(len(splits.train), values)
     total, warmup = assemble.total_steps(values, per_epoch)
-    resample.check_rule(values["init_resampling"], "config.init_resampling")
     return Recipe(
         config=values,
         training=assemble.make_step(

@@ -12,7 +12,6 @@ from typing import Any
 from cropr_jax import models
 from cropr_jax.core import trees
 from cropr_jax.errors import ConfigError
-from cropr_jax.host.messages import check_choice
 from cropr_jax.models import Trunk
 
 TRAIN = ("all", "routers")
@@ -33,7 +32,7 @@ def from_model(config: Mapping[str, Any]) -> bool:
 
 def freeze(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Regexes of parameters that are not trained."""
-    own = tuple(config["optimizer"].get("freeze", ()))
+    own = tuple(config["optimizer"].get("freeze") or ())
     return (*own, BACKBONE) if only(config) else own
 
 
@@ -47,8 +46,6 @@ def check(config: Mapping[str, Any], model: Trunk) -> None:
     Raises:
       ConfigError: naming the field.
     """
-    check_choice("train", config["train"], TRAIN)
-    check_choice("targets", config["targets"], TARGETS)
     if not only(config):
         if from_model(config):
             raise ConfigError(

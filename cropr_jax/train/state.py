@@ -53,7 +53,7 @@ def create_state(
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trained), average, teacher)
 
 
-def update_ema(ema: Flat | None, params: Flat, decay: float | None) -> Flat | None:
+def update_ema(ema: Flat | None, params: Flat, decay: float | int | None) -> Flat | None:
     """Exponential moving average `decay * ema + (1 - decay) * params`."""
     if ema is None or decay is None:
         return None

@@ -59,7 +59,7 @@ class Step:
     learning_rate: Callable[[jax.Array], jax.Array]
     trainable: Sequence[str]
     accum_steps: int
-    ema: float | None
+    ema: float | int | None
     mesh: Mesh
     teacher: Trunk | None = None
     from_model: bool = False

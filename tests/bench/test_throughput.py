@@ -13,7 +13,7 @@ from cropr_jax.bench import __main__ as command
 from cropr_jax.bench import methods, programs, report, spec, throughput
 from cropr_jax.errors import ConfigError
 from cropr_jax.models import costs
-from cropr_jax.models.create import ARCHITECTURES
+from cropr_jax.models.fields import ARCHITECTURES
 from cropr_jax.reducers.registry import REDUCERS
 from cropr_jax.train import assemble, sharding
 
@@ -332,7 +332,7 @@ def test_config_files_import_their_neighbours(tmp_path, monkeypatch):
         (["--config", TINY, "--precision", "int8"], "config.precision: found 'int8'"),
         (["--config", TINY, "--stage", "slim,infer"], "stage: found 'infer', .*'train_form'"),
         (["--config", TINY, "--reduction", "cropr:fast"], "'cropr:fast', expected METHOD:OPTION"),
-        (["--config", TINY, "--reduction", "cropr:fast=1"], "unexpected keyword argument 'fast'"),
+        (["--config", TINY, "--reduction", "cropr:fast=1"], "options.fast: no such field"),
         (["--config", TINY + ",fusion=dtop"], "'dtop' prunes by its own heads' confidence"),
         (["--config", TINY + ",colour=3"], "colour"),
         (["--config", TINY, "--rounds", "0"], "--rounds: found 0"),

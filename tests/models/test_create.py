@@ -120,7 +120,7 @@ def test_a_prefix_that_the_pool_or_the_method_lacks(fields, message):
     ({"image_size": (16, 18)}, "config.model.image_size: (16, 18) is not a multiple of the patch"),
     ({"reduction": CROPR | {"options": {"heads": 3}}},
      "config.model.reduction.options.heads: 3 heads do not divide the width 8"),
-    ({"reduction": CROPR | {"options": {"colour": 3}}}, "argument 'colour'"),
+    ({"reduction": CROPR | {"options": {"colour": 3}}}, "options.colour: no such field; there are"),
     ({"reduction": CROPR | {"schedule": "linear"}},
      "config.model.reduction.schedule: found 'linear', expected one of 'per_block', 'three_stage'"),
     ({"reduction": {"name": "crop", "rate": 2}}, "config.model.reduction.name: found 'crop'"),

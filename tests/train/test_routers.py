@@ -75,8 +75,6 @@ def test_a_method_with_losses_of_its_sites_can_be_trained_alone(name):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"train": "router"}, "config.train: found 'router', expected one of 'all', 'routers'"),
-    ({"targets": "teacher"}, "config.targets: found 'teacher', expected one of 'labels', 'model'"),
     ({"train": "all", "targets": "model"}, "config.targets: 'model' are the predictions of a"),
     ({"init": ""}, "config.init: empty, but train='routers' keeps backbone and head as they are"),
 ])  # fmt: skip

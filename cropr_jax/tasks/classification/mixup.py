@@ -18,6 +18,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from cropr_jax.errors import ConfigError
+from cropr_jax.host.schema import SHARE, Field, Section, check_values, number, whole
+
+_ALPHA = number(0, 1000)
+FIELDS: Section = {
+    "mixup": Field(_ALPHA, "alpha of mixup's Beta distribution; 0 for no mixup"),
+    "cutmix": Field(_ALPHA, "the same of CutMix"),
+    "switch_prob": Field(SHARE, "probability of CutMix where both are on"),
+    "group": Field(whole(1, 2**24), "images that share one draw"),
+    "label_smoothing": Field(number(0, 1, below=True), "mass that is spread over all classes"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,23 +42,14 @@ class MixupConfig:
       label_smoothing: mass spread evenly over all classes.
     """
 
-    mixup: float = 0.8
-    cutmix: float = 1.0
-    switch_prob: float = 0.5
+    mixup: float | int = 0.8
+    cutmix: float | int = 1.0
+    switch_prob: float | int = 0.5
     group: int = 512
-    label_smoothing: float = 0.1
+    label_smoothing: float | int = 0.1
 
     def __post_init__(self):
-        if self.mixup < 0 or self.cutmix < 0:
-            raise ConfigError(
-                f"config.mixup: mixup = {self.mixup}, cutmix = {self.cutmix}: must not be negative"
-            )
-        if not 0 <= self.switch_prob <= 1:
-            raise ConfigError(f"config.mixup.switch_prob = {self.switch_prob}: expected 0 to 1")
-        if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(
-                f"config.mixup.label_smoothing = {self.label_smoothing}: expected 0 to 1"
-            )
+        check_values("config.mixup", FIELDS, dataclasses.asdict(self))
 
     @property
     def active(self) -> bool:

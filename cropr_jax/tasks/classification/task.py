@@ -12,9 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from cropr_jax.data.records import CLASS, Example, Record, Source
+from cropr_jax.data.records import CLASS, FILTERS, Example, Record, Source
+from cropr_jax.host.schema import (
+    FLAG,
+    SECTION,
+    SHARE,
+    TEXT,
+    Field,
+    Section,
+    choice,
+    either,
+    number,
+    optional,
+    several,
+)
 from cropr_jax.models import Classifier, Trunk
-from cropr_jax.tasks.base import Batch, Inputs, Losses, Metric, Names, Result, Task, total
+from cropr_jax.tasks.base import PREPROCESS, Batch, Inputs, Losses, Metric, Result, Task, total
 from cropr_jax.tasks.classification import mixup
 from cropr_jax.tasks.classification.mixup import MixupConfig
 from cropr_jax.tasks.classification.predictor import ClassificationPredictor
@@ -103,11 +116,26 @@ class Classification(Task):
     predictor: ClassVar[type[ClassificationPredictor]] = ClassificationPredictor
     labels: ClassVar[str] = CLASS
     made_up: ClassVar[str] = "fake"
-    fields: ClassVar[Mapping[str, Names]] = {
-        "": ({"mixup"}, set()),
-        "mixup": ({"mixup", "cutmix", "switch_prob", "group", "label_smoothing"}, set()),
-        "preprocess": ({"res", "mean", "std", "interpolation", "crop_ratio", "train"}, set()),
-        "preprocess.train": ({"crop_scale", "flip", "rand_augment", "erase"}, set()),
+    fields: ClassVar[Mapping[str, Section]] = {
+        "": {"mixup": Field(SECTION, "how images and labels are mixed")},
+        "mixup": mixup.FIELDS,
+        "preprocess": PREPROCESS
+        | {
+            "interpolation": Field(choice(*FILTERS), "how images are resized"),
+            "crop_ratio": Field(
+                either(choice("none"), number(0, 1, above=True)),
+                "share of the resized image that evaluation sees, 'none' without resizing",
+            ),
+        },
+        "preprocess.train": {
+            "crop_scale": Field(
+                optional(several(number(0, 1, above=True), 2, rising=True), "no random crop"),
+                "share of the image that a random crop covers",
+            ),
+            "flip": Field(FLAG, "mirror every second image"),
+            "rand_augment": Field(TEXT, "policy such as 'rand-m9-mstd0.5-inc1'; empty for none"),
+            "erase": Field(SHARE, "probability of random erasing"),
+        },
     }
 
     @classmethod

@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int, Integer
 from cropr_jax.core.layers import upsample
 from cropr_jax.data.records import MAP, Example, Record, Source
 from cropr_jax.errors import ConfigError
+from cropr_jax.host.schema import FLAG, SIDE, SIZE, Field, Section, number, several, whole
 from cropr_jax.models import Segmenter, Trunk
-from cropr_jax.tasks.base import Batch, Inputs, Losses, Metric, Names, Task, total
+from cropr_jax.tasks.base import PREPROCESS, Batch, Inputs, Losses, Metric, Task, total
 from cropr_jax.tasks.segmentation import evaluation
 from cropr_jax.tasks.segmentation.evaluation import MeanIoU, cross_entropy
 from cropr_jax.tasks.segmentation.predictor import SegmentationPredictor
@@ -56,13 +57,24 @@ class Segmentation(Task):
     predictor: ClassVar[type[SegmentationPredictor]] = SegmentationPredictor
     labels: ClassVar[str] = MAP
     made_up: ClassVar[str] = "fake_segmentation"
-    fields: ClassVar[Mapping[str, Names]] = {
-        "data": (set(), {"ignore", "zero_is_ignored"}),
-        "preprocess": ({"res", "mean", "std", "train"}, {"eval_stride"}),
-        "preprocess.train": (
-            {"resize_base", "ratio_range", "cat_max_ratio", "flip", "photometric"},
-            set(),
-        ),
+    fields: ClassVar[Mapping[str, Section]] = {
+        "data": {
+            "ignore": Field(whole(0, 255), "id in the masks that does not count", False),
+            "zero_is_ignored": Field(FLAG, "whether that is 0", False),
+        },
+        "preprocess": PREPROCESS
+        | {"eval_stride": Field(SIZE, "pixels between windows of evaluation", False)},
+        "preprocess.train": {
+            "resize_base": Field(several(SIDE, 2), "long and short side of the box at ratio 1"),
+            "ratio_range": Field(
+                several(number(0, 100, above=True), 2, rising=True), "of the random sizes"
+            ),
+            "cat_max_ratio": Field(
+                number(0, 1, above=True), "largest share of one class in a crop"
+            ),
+            "flip": Field(FLAG, "mirror every second image"),
+            "photometric": Field(FLAG, "change brightness, contrast, saturation and hue"),
+        },
     }
 
     def check(self, config: Mapping[str, Any], model: Trunk, source: Source) -> None:
