@@ -75,6 +75,8 @@ def main(argv: list[str]) -> None:
         {"train": train.train, "eval": train.evaluate}[FLAGS.mode](FLAGS.config, workdir)
     except (ConfigError, FloatingPointError) as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)  # as shells expect of a command that Ctrl-C ended
 
 
 if __name__ == "__main__":

@@ -9,6 +9,14 @@ class ConfigError(ValueError):
     """
 
 
+class ExampleError(ConfigError):
+    """An example of a data set that cannot be read; the message names its file."""
+
+
+class WorkerError(ConfigError):
+    """A process that reads examples was killed from outside."""
+
+
 class CheckpointError(ConfigError):
     """A checkpoint that does not belong to the model it is asked to fill, or cannot be read."""
 

@@ -22,7 +22,7 @@ from cropr_jax.errors import ConfigError
 from cropr_jax.exported import load_exported
 from cropr_jax.models.export import tokens_after
 from cropr_jax.reducers.registry import REDUCERS
-from cropr_jax.runs import checkpoints
+from cropr_jax.runs.writer import Checkpoints
 from cropr_jax.tasks.predictor import Predictor
 from cropr_jax.train.state import TrainState
 
@@ -289,7 +289,7 @@ def write_run(workdir, fields):
     predictor = make(json.dumps(fields))
     model = models.create(CONFIG | fields)
     state = TrainState(jnp.int32(5), random_params(model), {}, None)
-    with checkpoints.Checkpoints(workdir, "top1") as writer:
+    with Checkpoints(workdir, "top1") as writer:
         writer.save(5, state)
     config = {"task": "classification", "model": CONFIG | fields, "preprocess": PREPROCESS}
     (workdir / "config.json").write_text(json.dumps(config))

@@ -9,9 +9,11 @@ same on one host and on many, with and without workers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import numpy as np
 from absl import flags
 
 from cropr_jax.data.records import Example, Examples, Record, Source
-from cropr_jax.errors import ConfigError
+from cropr_jax.errors import ConfigError, WorkerError
 
 Batch = dict[str, np.ndarray]
 
@@ -85,7 +87,7 @@ def train_batches(
         .seed(config["seed"])
         .shuffle()
         .repeat()
-        .random_map(_TrainExample(examples.transform))
+        .random_map(_TrainExample(examples.source, examples.transform))
     )
     size = _part(len(rows), examples.bytes)
     load = _TrainPart(endless, count, steps, config["batch_size"], rows, size)
@@ -159,7 +161,7 @@ def _batches(
         options = grain.multiprocessing.MultiprocessingOptions(
             num_workers=workers, per_worker_buffer_size=2
         )
-        iterator = iter(dataset.to_iter_dataset(read).mp_prefetch(options, _end_with_parent))
+        iterator = iter(dataset.to_iter_dataset(read).mp_prefetch(options, _live_with_parent))
     else:
         fitting = _WAITING // (_PARTS_PER_THREAD * max(part_bytes, 1))
         threads = max(min(os.cpu_count() or 1, _MAX_THREADS, fitting), 1)
@@ -168,23 +170,29 @@ def _batches(
 
     def generate() -> Iterator[Batch]:
         try:
-            while True:
-                pieces = []
-                for piece in iterator:
-                    pieces.append(piece)
-                    if len(pieces) == parts:
-                        break
-                if not pieces:
-                    return
+            while pieces := list(itertools.islice(iterator, parts)):
                 yield {key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]}
+        except RuntimeError as error:
+            if "Worker process was terminated" not in str(error):
+                raise
+            raise WorkerError(
+                f"config.data.workers: a process that reads examples was killed ({error}), perhaps "
+                "for want of memory: the same command resumes; set fewer workers, or 0"
+            ) from error
         finally:
             iterator.close()
 
     return generate()
 
 
-def _end_with_parent(worker: int, workers: int) -> None:
-    """Lets a worker end when its parent is killed; Grain's would hold memory for ever."""
+def _live_with_parent(worker: int, workers: int) -> None:
+    """Lets a worker end when its parent does and not before.
+
+    Schedulers and terminals signal all processes of a run: workers outlive that, since the run
+    still needs them to take its leave. And Grain's would hold memory for ever if it were killed.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -200,10 +208,12 @@ def _end_with_parent(worker: int, workers: int) -> None:
 
 @dataclass(frozen=True)
 class _TrainExample:
+    source: Source
     transform: Callable[[Record, np.random.Generator], Example]
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Example:
-        return {**self.transform(record, rng), "id": np.int32(record["id"])}
+        with self.source.reading(record["id"]):
+            return {**self.transform(record, rng), "id": np.int32(record["id"])}
 
 
 @dataclass(frozen=True)
@@ -246,7 +256,8 @@ class _EvalPart:
     def _example(self, index: int) -> Example:
         if index < len(self.source):
             record = self.source[index]
-            example, number, mask = self.transform(record), record["id"], 1
+            with self.source.reading(record["id"]):
+                example, number, mask = self.transform(record), record["id"], 1
         else:
             example, number, mask = self.filler, -1, 0
         return {**example, "id": np.int32(number), "mask": np.float32(mask)}

@@ -9,16 +9,17 @@ in the workers. Sources are picklable; each process opens its own files.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from cropr_jax.errors import ConfigError
+from cropr_jax.errors import ConfigError, ExampleError
 
 Record = Mapping[str, Any]
 # What a record becomes: arrays by name, of the same shapes for all examples.
@@ -30,12 +31,16 @@ CLASS, MAP = "one class an image", "maps"
 IGNORE = 255
 # Names of the filters by which images are resized.
 FILTERS = ("bicubic", "bilinear", "lanczos", "nearest")
+# What no content of a file makes a correct program raise.
+_SLIPS = (TypeError, AttributeError, NameError, AssertionError, ImportError, NotImplementedError)
 _SPLIT = re.compile(r"(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 
 @runtime_checkable
 class Reader(Protocol):
     """A whole named split: image (encoded bytes or uint8 [h, w, c]) and label by index.
+
+    It may have a method `where(index)`, which names the file of an example for messages.
 
     Attributes:
       kind: of the labels: `CLASS`, a number, `MAP`, uint8 [h, w] of them, or another, in words.
@@ -78,11 +83,43 @@ class Source:
         return self.stop - self.start
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """The record of an example.
+
+        Raises:
+          ExampleError: if it cannot be read.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        index = int(index)
-        image, label = self.reader(self.start + index)
-        return {"image": image, "label": label, "id": self.start + index}
+        number = self.start + int(index)
+        with self.reading(number):
+            image, label = self.reader(number)
+        return {"image": image, "label": label, "id": number}
+
+    @contextlib.contextmanager
+    def reading(self, number: int) -> Iterator[None]:
+        """Context in which what goes wrong with an example names its file.
+
+        Args:
+          number: of the example in its split.
+
+        Raises:
+          ExampleError: instead of what a damaged file makes a library raise. Errors that are slips
+            of a program, and those that name what is wrong already, stay as they are.
+        """
+        try:
+            yield
+        except (ConfigError, *_SLIPS):
+            raise
+        except Exception as error:
+            raise ExampleError(
+                f"{self.where(number)}: the example cannot be read ({type(error).__name__}: "
+                f"{_first_line(error)}). Replace the file, or take it out of the data set."
+            ) from error
+
+    def where(self, number: int) -> str:
+        """Where the example of that number in its split lies, in words."""
+        where = getattr(self.reader, "where", None)
+        return where(number) if where else f"example {number} of {type(self.reader).__name__}"
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -111,6 +148,10 @@ class Examples(NamedTuple):
     def bytes(self) -> int:
         """Size of an example in memory."""
         return sum(np.asarray(value).nbytes for value in self.filler.values())
+
+
+def _first_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or "no reason is given"
 
 
 def parse_split(split: str) -> tuple[str, Callable[[int], tuple[int, int]]]:

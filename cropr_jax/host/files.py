@@ -11,10 +11,14 @@ from cropr_jax.errors import ConfigError
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
-    """Writes beside and renames, so that a kill leaves the old file or the new one."""
+    """Writes beside and renames, so that a kill leaves the old file or the new one.
+
+    Raises:
+      ValueError: on a number that is not finite, for which JSON has no word.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(json.dumps(content, indent=indent) + "\n")
+    beside.write_text(json.dumps(content, indent=indent, allow_nan=False) + "\n")
     beside.replace(path)
 
 

@@ -3,14 +3,14 @@
 Orbax writes a step into a temporary directory and renames it when all is on disk, so that a step
 that is listed is whole. `WORKDIR/checkpoints/STEP` holds the state as nested dictionaries
 `{step, params, opt_state, ema}`, of a run with a teacher also its parameters, so that a resumed run
-cannot meet another; a step that was evaluated also holds its metrics. Kept are the last step and
-the best evaluated one. Randomness and the input pipeline are functions of (seed, step), so the step
-is all that they need.
+cannot meet another. Its metrics, if it was evaluated, lie beside it (`ranking`). Kept are the last
+step and the best evaluated one. Randomness and the input pipeline are functions of (seed, step), so
+the step is all that they need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 from cropr_jax.core.trees import flatten, unflatten
 from cropr_jax.errors import CheckpointError
+from cropr_jax.runs import ranking
 
 DIRECTORY = "checkpoints"
 
@@ -48,12 +49,13 @@ def _stored(path: Path) -> dict[str, Any]:
         return ocp.metadata(str(path)).metadata
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"'{path}' is not a readable checkpoint ({_first_line(error)}): give a step directory "
+            f"'{path}' is not a readable checkpoint ({first_line(error)}): give a step directory "
             f"such as WORKDIR/{DIRECTORY}/1000"
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -107,7 +109,7 @@ def restore(path: Path, wanted: Any) -> Any:
     Raises:
       CheckpointError: if the file is of another model, naming the first parameter that differs.
     """
-    tree = _state_dict(wanted)
+    tree = state_dict(wanted)
     stored = _stored(path)
     # Parameters first: their names say more to the reader than those of the moments.
     check_tree({"params": tree["params"]}, {"params": stored.get("params", {})}, path)
@@ -117,7 +119,7 @@ def restore(path: Path, wanted: Any) -> Any:
     return restored
 
 
-def _state_dict(state: Any) -> dict[str, Any]:
+def state_dict(state: Any) -> dict[str, Any]:
     """The state as nested dictionaries, of which only runs that have a teacher hold one."""
     tree = serialization.to_state_dict(state)
     return {name: part for name, part in tree.items() if name != "teacher" or part is not None}
@@ -168,19 +170,25 @@ def restore_params(path: Path, wanted: Mapping[str, Any], average: bool = True) 
     return unflatten(found)
 
 
-def _best(checkpoints: list[Any], metric: str) -> Any | None:
-    """Evaluated checkpoint of the highest metric, the earliest of equals."""
-    scored = [c for c in checkpoints if c.metrics and metric in c.metrics]
-    return max(scored, key=lambda c: (c.metrics[metric], -c.step), default=None)
+def complete(workdir: str | Path) -> dict[int, ranking.Metrics]:
+    """Steps of a work directory that are whole, in order, with their metrics, if any.
+
+    Raises:
+      CheckpointError: if the file of the metrics is damaged.
+    """
+    workdir = Path(workdir).absolute()
+    if not (workdir / DIRECTORY).is_dir():
+        return {}
+    with ocp.training.Checkpointer(str(workdir / DIRECTORY)) as reader:
+        return with_metrics(reader.checkpoints, ranking.read(workdir))
 
 
-def complete(workdir: str | Path) -> list[Any]:
-    """Checkpoints of a work directory that are whole, by step, with their metrics."""
-    root = Path(workdir).absolute() / DIRECTORY
-    if not root.is_dir():
-        return []
-    with ocp.training.Checkpointer(str(root)) as reader:
-        return list(reader.checkpoints)
+def with_metrics(
+    checkpoints: Iterable[Any], ranked: Mapping[int, ranking.Metrics]
+) -> dict[int, ranking.Metrics]:
+    """Metrics by step of Orbax's checkpoints; those of the ranking go first."""
+    # Earlier versions evaluated before they saved, and gave the metrics to Orbax.
+    return {c.step: ranked.get(c.step, c.metrics or {}) for c in checkpoints}
 
 
 def started(workdir: str | Path) -> bool:
@@ -200,116 +208,8 @@ def find(workdir: str | Path, metric: str | None) -> Path:
     """
     root = Path(workdir).absolute() / DIRECTORY
     if steps := complete(workdir):
-        best = None if metric is None else _best(steps, metric)
-        return root / str((best or steps[-1]).step)
+        best = None if metric is None else ranking.best(steps, metric, steps)
+        return root / str(max(steps) if best is None else best)
     raise CheckpointError(
         f"no complete checkpoint under '{root}': train first, or give another --workdir"
     )
-
-
-class Checkpoints:
-    """Writer and reader of one run's checkpoints.
-
-    Use as a context manager: leaving waits for what is still being written, and a failure of the
-    background writer comes out there or at the next save, never not at all.
-    """
-
-    def __init__(self, workdir: str | Path, metric: str):
-        """Opens `workdir/checkpoints`, clearing what a killed run left unfinished.
-
-        Args:
-          workdir: of the run.
-          metric: name of the metric by which the best step is kept, higher is better.
-        """
-        keep, decide = ocp.training.preservation_policies, ocp.training.save_decision_policies
-        best = keep.BestN(
-            n=1,
-            get_metric_fn=lambda metrics: metrics[metric],
-            keep_checkpoints_without_metrics=False,
-        )
-        # Typed loosely: Orbax's policies do not declare that they are the protocol they are.
-        policies: dict[str, Any] = {
-            "save_decision_policy": decide.FixedIntervalPolicy(1),
-            "preservation_policy": keep.AnyPreservationPolicy([keep.LatestN(1), best]),
-        }
-        self.root = Path(workdir).absolute() / DIRECTORY
-        self.metric = metric
-        self._pending = None
-        try:
-            self._steps = ocp.training.Checkpointer(
-                str(self.root), cleanup_tmp_directories=True, **policies
-            )
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write checkpoints to '{self.root}' ({_first_line(error)}): choose another "
-                "--workdir"
-            ) from error
-
-    @property
-    def last(self) -> int | None:
-        """Last complete step, None if there is none."""
-        latest = self._steps.latest
-        return None if latest is None else latest.step
-
-    @property
-    def best(self) -> tuple[int, dict[str, float]] | None:
-        """Step and metrics of the best evaluated step still on disk."""
-        found = _best(list(self._steps.checkpoints), self.metric)
-        return None if found is None else (found.step, dict(found.metrics))
-
-    def path(self, step: int) -> Path:
-        """Directory of a step."""
-        return self.root / str(step)
-
-    def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Starts writing a step and returns when the arrays have left the devices.
-
-        A step that is already on disk is left as it is.
-
-        Args:
-          step: steps taken.
-          state: the state after them; may be donated once this returns.
-          metrics: evaluation of this step, if it was evaluated.
-
-        Raises:
-          CheckpointError: if this or the previous save failed.
-        """
-        self.wait()
-        if self.last == step:
-            return
-        try:
-            self._pending = self._steps.save_async(
-                step,
-                _state_dict(state),
-                metrics=None if metrics is None else dict(metrics),
-                force=True,
-            )
-        except OSError as error:
-            raise CheckpointError(
-                f"writing step {step} to '{self.root}' failed ({_first_line(error)})"
-            ) from error
-
-    def wait(self) -> None:
-        """Waits for the writer.
-
-        Raises:
-          CheckpointError: if it failed.
-        """
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        try:
-            pending.result()
-        except Exception as error:
-            raise CheckpointError(
-                f"writing a checkpoint to '{self.root}' failed ({_first_line(error)})"
-            ) from error
-
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
-            self.wait()
-        finally:
-            self._steps.close()

@@ -30,8 +30,14 @@ def table(rows: Sequence[tuple[str, Any]], title: str) -> str:
     return "\n".join([title, *lines])
 
 
-def drop_records_after(path: Path, step: int) -> None:
-    """Takes out of `metrics.jsonl` what a resumed run is going to write again."""
+def drop_records_after(path: Path, step: int, evaluates: bool) -> None:
+    """Takes out of `metrics.jsonl` what a resumed run is going to write again.
+
+    Args:
+      path: of the file.
+      step: that it resumes after.
+      evaluates: whether it evaluates that step first.
+    """
     if not path.exists():
         return
     kept = []
@@ -40,7 +46,8 @@ def drop_records_after(path: Path, step: int) -> None:
             record = json.loads(line)
         except json.JSONDecodeError:  # a kill may have cut the last line
             continue
-        if record["step"] <= step:
+        again = evaluates and record["step"] == step and record["split"] != "train"
+        if record["step"] <= step and not again:
             kept.append(line + "\n")
     path.write_text("".join(kept))
 
@@ -52,7 +59,15 @@ class Logger:
     stretch, evaluation and checkpoints left out.
     """
 
-    def __init__(self, workdir: Path, start: int, total: int, batch_size: int, every: int):
+    def __init__(
+        self,
+        workdir: Path,
+        start: int,
+        total: int,
+        batch_size: int,
+        every: int,
+        evaluates: bool = False,
+    ):
         """Opens the writers.
 
         Args:
@@ -61,6 +76,7 @@ class Logger:
           total: steps of the whole run.
           batch_size: images of a step.
           every: steps between two records.
+          evaluates: whether the first thing is an evaluation of step `start`.
         """
         self.first = jax.process_index() == 0
         self.every = every
@@ -72,7 +88,7 @@ class Logger:
         self._since = time.monotonic()
         if not self.first:
             return
-        drop_records_after(workdir / METRICS, start)
+        drop_records_after(workdir / METRICS, start, evaluates)
         self._jsonl = (workdir / METRICS).open("a", buffering=1)
         self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
         terminal = sys.stderr.isatty()
@@ -111,7 +127,7 @@ class Logger:
         if not self.first:
             return
         record = {"step": step, "split": split, **{k: float(v) for k, v in values.items()}}
-        self._jsonl.write(json.dumps(record) + "\n")
+        self._jsonl.write(json.dumps(record, allow_nan=False) + "\n")
         for name, value in values.items():
             self._board.add_scalar(f"{split}/{name}", value, step)
 

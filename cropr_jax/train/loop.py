@@ -14,15 +14,20 @@ import jax
 
 from cropr_jax.core.schedule import Schedule
 from cropr_jax.data import pipeline
-from cropr_jax.errors import ConfigError
+from cropr_jax.errors import ConfigError, WorkerError
 from cropr_jax.host.files import write_json
 from cropr_jax.host.version import revision, versions
 from cropr_jax.runs import checkpoints, directory
-from cropr_jax.runs.checkpoints import Checkpoints
+from cropr_jax.runs.writer import Checkpoints
 from cropr_jax.train import fields, initial, recipe
 from cropr_jax.train.card import card
 from cropr_jax.train.logging import Logger, say
-from cropr_jax.train.processes import Preemption, initialize_processes, wait_for_all
+from cropr_jax.train.processes import (
+    Interrupted,
+    Preemption,
+    initialize_processes,
+    wait_for_all,
+)
 from cropr_jax.train.recipe import Recipe
 from cropr_jax.train.results import draw, finish
 from cropr_jax.train.run import IN_FLIGHT, Evaluation, Run, prefetch
@@ -58,11 +63,12 @@ def _prepare(config: Any) -> Recipe:
 
 
 def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
-    if not math.isfinite(metrics["loss"]):
-        raise FloatingPointError(
-            f"the loss is {metrics['loss']} at step {step}: nothing is saved after it; lower "
-            "config.optimizer.lr, or set config.optimizer.clip_norm"
-        )
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the {name.replace('_', ' ')} is {value} at step {step}: nothing is saved after "
+                "it; lower config.optimizer.lr, or set config.optimizer.clip_norm"
+            )
 
 
 def _due(step: int, every: int, total: int) -> bool:
@@ -80,8 +86,9 @@ def train(config: Any, workdir: str | Path) -> dict[str, Any] | None:
       The content of `result.json`, or None if SIGTERM ended the run early (its state is saved).
 
     Raises:
+      KeyboardInterrupt: if Ctrl-C ended it early, after its state was saved.
       ConfigError: before anything is compiled, on what the user has to mend.
-      FloatingPointError: if the loss is not finite.
+      FloatingPointError: if loss, gradients or parameters are not finite.
     """
     workdir = Path(workdir).absolute()
     resolved = _prepare(config)
@@ -96,85 +103,130 @@ def train(config: Any, workdir: str | Path) -> dict[str, Any] | None:
         Preemption() as preemption,
         Checkpoints(workdir, resolved.task.metric.name) as saved,
     ):
-        start = saved.last
-        if start is None:
-            state = run.initial_state()
-            start = 0
-        else:
-            state = run.restore(saved.path(start))
-            say(f"Resumes after step {start} from {saved.path(start)}")
-        found = None
-        if start < resolved.total_steps:
-            state, found = _steps(run, state, start, saved, preemption, workdir)
-            if state is None:
-                return None
-        if found is None:
-            found = run.evaluate(evaluation_params(state), resolved.model.schedule)
+        try:
+            state, found = _steps(run, saved, preemption, workdir)
+            if found is None:  # it was finished before
+                found = run.evaluate(evaluation_params(state), resolved.model.schedule)
+        except (Interrupted, WorkerError) as error:
+            if isinstance(error, WorkerError) and not preemption.asked:
+                raise  # a worker that was killed for another reason
+            saved.wait()
+            kept = f"saved step {saved.last or 0} of {resolved.total_steps}"
+            say(f"{preemption.asked or 'SIGTERM'}: {kept}; the same command resumes")
+            preemption.leave()
+            return None
         saved.wait()
         best = saved.best
-        more: dict[str, Any] = {"step": resolved.total_steps}
-        if best is not None:
-            more["best"] = {"step": best[0], **best[1]}
-        draw(workdir, resolved, evaluation_params(state))
-        return finish(workdir / "result.json", resolved, found, **more)
+    more: dict[str, Any] = {"step": resolved.total_steps}
+    if best is not None:
+        more["best"] = {"step": best[0], **best[1]}
+    result = finish(workdir / "result.json", resolved, found, **more)
+    draw(workdir, resolved, evaluation_params(state))
+    return result
+
+
+class _Pending:
+    """Metrics of the steps that are under way on the device."""
+
+    def __init__(self, logger: Logger):
+        self._logger = logger
+        self._steps: collections.deque[tuple[int, Any]] = collections.deque()
+
+    def add(self, step: int, metrics: Any) -> None:
+        self._steps.append((step, metrics))
+
+    def collect(self, leave: int) -> None:
+        """Waits for the metrics of all but the last `leave` steps, and passes them to the log."""
+        while len(self._steps) > leave:
+            step, pending = self._steps.popleft()
+            metrics = {name: float(x) for name, x in jax.device_get(pending).items()}
+            _check_finite(step, metrics)
+            self._logger.train(step, metrics)
+
+
+def _first(run: Run, saved: Checkpoints) -> tuple[TrainState, int]:
+    """The state that a start of the run begins with, and how many steps it has taken."""
+    start = saved.last
+    if start is None:
+        return run.initial_state(), 0
+    state = run.restore(saved.path(start))
+    say(f"Resumes after step {start} from {saved.path(start)}")
+    return state, start
 
 
 def _steps(
-    run: Run,
-    state: TrainState,
-    start: int,
-    saved: Checkpoints,
-    preemption: Preemption,
-    workdir: Path,
-) -> tuple[TrainState | None, Evaluation | None]:
-    """Steps `start` to the last one; state None if the run was asked to stop.
+    run: Run, saved: Checkpoints, preemption: Preemption, workdir: Path
+) -> tuple[TrainState, Evaluation | None]:
+    """All steps that are left, and the evaluation of the last one if it was made now.
 
     The host runs ahead of the device by `IN_FLIGHT` steps and reads the metrics of a step only
     when a later one is already under way. Where the curriculum has another schedule the step is
-    compiled anew; rates only grow, so none comes twice.
+    compiled anew; rates only grow, so none comes twice. A step is saved before it is evaluated, and
+    one whose evaluation was cut off is evaluated first of all.
+
+    Raises:
+      Interrupted: if the run was asked to stop; its state is saved.
     """
     config, total, curriculum = run.recipe.config, run.recipe.total_steps, run.recipe.curriculum
-    batches = prefetch(_batches(run.recipe, start), run.recipe.mesh)
-    in_flight: collections.deque[tuple[int, Any]] = collections.deque()
-    pruning, compiled, found = curriculum.at(start), None, None
-    with Logger(workdir, start, total, config["batch_size"], config["log_every"]) as logger:
-
-        def collect(leave: int) -> None:
-            while len(in_flight) > leave:
-                step, pending = in_flight.popleft()
-                metrics = {name: float(x) for name, x in jax.device_get(pending).items()}
-                _check_finite(step, metrics)
-                logger.train(step, metrics)
-
+    state, start = _first(run, saved)
+    compiled, pruning, found = None, None, None
+    owed = _due(start, run.recipe.eval_every, total) and start > 0 and not saved.evaluated(start)
+    with Logger(workdir, start, total, config["batch_size"], config["log_every"], owed) as logger:
+        pending = _Pending(logger)
+        if owed:
+            found = _evaluate(run, state, start, saved, preemption, logger)
+        if start == total:
+            return state, found
+        batches = prefetch(_batches(run.recipe, start), run.recipe.mesh)
         for step in range(start + 1, total + 1):
-            batch = next(batches)
+            try:
+                batch = next(batches)
+            except ConfigError:  # an example that cannot be read: no step before it is lost
+                pending.collect(0)
+                if step - 1 > start:
+                    saved.save(step - 1, state)
+                raise
             if compiled is None or pruning != curriculum.at(step - 1):
                 pruning = curriculum.at(step - 1)
                 with logger.pause():
                     compiled = _compile(run, pruning, batch, step)
             state, metrics = compiled(state, batch)
-            in_flight.append((step, metrics))
-            collect(IN_FLIGHT)
+            pending.add(step, metrics)
+            pending.collect(IN_FLIGHT)
             stop = preemption.at(step)
             evaluate = _due(step, run.recipe.eval_every, total)
             if not (stop or evaluate or _due(step, config["checkpoint_every"], total)):
                 continue
-            collect(0)
+            pending.collect(0)
             with logger.pause():
-                found, final = None, run.recipe.model.schedule
-                # The result is that of the model, also where its curriculum fills the whole run.
-                used = final if step == total else pruning
-                if evaluate and not stop:
-                    found = run.evaluate(evaluation_params(state), used)
-                    _log(logger, step, found)
-                # What was measured with fewer tokens pruned is no measure for the best.
-                ranked = found if used == final else None
-                saved.save(step, state, ranked.first if ranked else None)
-            if stop and step < total:
-                saved.wait()
-                say(f"SIGTERM: saved step {step} of {total}; the same command resumes")
-                return None, None
+                saved.save(step, state)
+                if stop:
+                    raise Interrupted
+                found = None
+                if evaluate:
+                    found = _evaluate(run, state, step, saved, preemption, logger)
     return state, found
+
+
+def _evaluate(
+    run: Run,
+    state: TrainState,
+    step: int,
+    saved: Checkpoints,
+    preemption: Preemption,
+    logger: Logger,
+) -> Evaluation:
+    """Evaluates a saved step, and writes down what was found."""
+    final, used = run.recipe.model.schedule, run.recipe.curriculum.at(step - 1)
+    # The result is that of the model, also where its curriculum fills the whole run.
+    used = final if step == run.recipe.total_steps else used
+    found = run.evaluate(evaluation_params(state), used, preemption.check)
+    for split, values in found.metrics.items():
+        _check_finite(step, {f"{name} on '{split}'": value for name, value in values.items()})
+    _log(logger, step, found)
+    # What was measured with fewer tokens pruned is no measure for the best.
+    saved.rank(step, found.first if used == final else {})
+    return found
 
 
 def _batches(resolved: Recipe, start: int) -> Iterator[Any]:

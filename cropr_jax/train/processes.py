@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from typing import Any
 
 import jax
@@ -40,35 +41,65 @@ def set_up(cache_dir: str, cpu_devices: int | None) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+class Interrupted(Exception):
+    """The run was asked to stop, and its state is saved."""
+
+
 class Preemption:
-    """Notices SIGTERM, so that the loop can save and leave between two steps.
+    """Notices SIGTERM and Ctrl-C, so that the loop can save and leave between two steps.
 
     Attributes:
-      asked: whether the signal came (one process).
+      asked: name of the signal that came; empty for none (one process).
     """
 
     def __init__(self):
-        self.asked = False
-        self._before: Any = None
+        self.asked = ""
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Preemption:
-        # With several processes JAX's own service takes the signal, and they agree on a step.
-        if jax.process_count() == 1:
-            self._before = signal.signal(signal.SIGTERM, self._note)
+        # With several processes JAX's own service takes SIGTERM, and they agree on a step. Only
+        # the main thread may take signals.
+        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _note(self, number: int, frame: Any) -> None:
-        self.asked = True
+        name = signal.Signals(number).name
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = name
+        # Not by print, which may be under way.
+        again = "; Ctrl-C leaves at once" if number == signal.SIGINT else ""
+        os.write(2, f"\n{name}: saves and leaves{again}\n".encode())
 
     def at(self, step: int) -> bool:
         """Whether to leave after `step`; the same answer in every process."""
         if jax.process_count() == 1:
-            return self.asked
+            return bool(self.asked)
         return multihost_utils.reached_preemption_sync_point(step)
+
+    def check(self) -> None:
+        """Leaves what can be done again, such as an evaluation; never with several processes.
+
+        Raises:
+          Interrupted: if the run was asked to stop.
+        """
+        if self.asked:
+            raise Interrupted
+
+    def leave(self) -> None:
+        """Passes Ctrl-C on, so that a script that starts several runs ends too.
+
+        Raises:
+          KeyboardInterrupt: if that was the signal.
+        """
+        if self.asked == signal.SIGINT.name:
+            raise KeyboardInterrupt
 
 
 def wait_for_all(what: str) -> None:
@@ -91,8 +122,7 @@ def initialize_processes() -> None:
     Raises:
       ConfigError: if the processes cannot be joined.
     """
-    told = [os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
-    count, index = (None if value is None else int(value) for value in told)
+    count, index = _told("JAX_NUM_PROCESSES"), _told("JAX_PROCESS_ID")
     try:
         jax.distributed.initialize(num_processes=count, process_id=index)
     except (ValueError, RuntimeError) as error:
@@ -100,3 +130,13 @@ def initialize_processes() -> None:
             f"config.distributed: cannot join the processes ({str(error).splitlines()[0]}); set "
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave it off"
         ) from error
+
+
+def _told(name: str) -> int | None:
+    """A whole number of the environment, None if it is not set."""
+    value = os.environ.get(name)
+    if value is None:
+        return None
+    if not value.strip().isdecimal():
+        raise ConfigError(f"{name}: found {value!r}, expected a whole number from 0")
+    return int(value)

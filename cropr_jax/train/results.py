@@ -51,8 +51,16 @@ def draw(workdir: Path, resolved: Recipe, params: dict[str, Any]) -> None:
     """Writes the task's picture of a few images of the first evaluation split, if it has one.
 
     With several processes, where none holds all parameters, `python -m cropr_jax.explain` draws it
-    from the checkpoint.
+    from the checkpoint. A picture is not worth a run: what goes wrong with it is a warning.
     """
+    try:
+        _draw(workdir, resolved, params)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        say(f"warning: the picture of the run was not drawn ({type(error).__name__}: {reason})")
+
+
+def _draw(workdir: Path, resolved: Recipe, params: dict[str, Any]) -> None:
     kind = resolved.task.predictor
     name = kind.picture(resolved.model)
     if not name or jax.process_count() > 1:

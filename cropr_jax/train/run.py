@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cropr_jax import models
+from cropr_jax.core import trees
 from cropr_jax.core.schedule import Schedule
 from cropr_jax.data import pipeline
+from cropr_jax.errors import CheckpointError
 from cropr_jax.runs import checkpoints
 from cropr_jax.tasks import Result
 from cropr_jax.train import initial, routers, sharding
@@ -96,8 +99,22 @@ class Run:
         return jax.jit(self._state, out_shardings=self.shardings)(params, teacher)
 
     def restore(self, path: Path) -> TrainState:
-        """The state of a step directory."""
-        return checkpoints.restore(path, self.abstract)
+        """The state of a step directory.
+
+        Raises:
+          CheckpointError: if it is of another model, or not finite.
+        """
+        state = checkpoints.restore(path, self.abstract)
+        for name, leaf in trees.flatten(checkpoints.state_dict(state)).items():
+            if leaf is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                continue
+            if not all(np.isfinite(part.data).all() for part in leaf.addressable_shards):
+                raise CheckpointError(
+                    f"checkpoint '{path}' is of a run that diverged: '{name}' is not finite there. "
+                    "Remove that directory to go on from an earlier step, or begin in another "
+                    "--workdir with a lower config.optimizer.lr"
+                )
+        return state
 
     def restore_params(self, path: Path) -> dict[str, Any]:
         """The parameters of a step directory to evaluate with; no moments are read."""
@@ -118,13 +135,21 @@ class Run:
         compiled = step.lower(self.abstract, batch, self.key).compile(compiler_options=options)
         return lambda state, batch: compiled(state, batch, self.key)
 
-    def evaluate(self, params: dict[str, Any], pruning: Schedule) -> Evaluation:
-        """Results of every evaluation split, over all its examples, with a schedule of pruning."""
+    def evaluate(
+        self, params: dict[str, Any], pruning: Schedule, check: Callable[[], None] = lambda: None
+    ) -> Evaluation:
+        """Results of every evaluation split, over all its examples.
+
+        Args:
+          params: to evaluate with.
+          pruning: schedule.
+          check: called at every batch, which it may leave by an exception.
+        """
         if pruning not in self._evaluations:
             step = self.recipe.step(pruning)
             self._evaluations[pruning] = jit_evaluate(step, self.shardings.params)
         found = {
-            name: self._evaluate(name, functools.partial(self._evaluations[pruning], params))
+            name: self._evaluate(name, functools.partial(self._evaluations[pruning], params), check)
             for name in self.recipe.config["data"]["eval"]
         }
         return Evaluation(
@@ -132,12 +157,15 @@ class Run:
             {name: result.per_class for name, result in found.items() if result.per_class},
         )
 
-    def _evaluate(self, name: str, measure: Callable[..., Any]) -> Result:
+    def _evaluate(
+        self, name: str, measure: Callable[..., Any], check: Callable[[], None]
+    ) -> Result:
         """The result of one split; the host collects a batch while the device works on later ones.
 
         Args:
           name: of the split.
           measure: of a batch and the key of the run.
+          check: see `evaluate`.
         """
         examples = self.recipe.evaluation_examples(name)
         evaluator = self.recipe.task.evaluator(examples.source)
@@ -146,6 +174,7 @@ class Run:
         )
         pending: collections.deque[Any] = collections.deque()
         for batch in prefetch(batches, self.recipe.mesh):
+            check()
             pending.append(measure(batch, self.key))
             if len(pending) > IN_FLIGHT:
                 evaluator.add(jax.device_get(pending.popleft()))

@@ -158,7 +158,8 @@ class Step:
           key: of the run.
 
         Returns:
-          The state after the step, and scalars: loss and its parts, learning rate, gradient norm.
+          The state after the step, and scalars: loss and its parts, learning rate, norms of the
+          gradients before the step and of the trained parameters after it.
         """
         drawn = jax.random.fold_in(jax.random.fold_in(key, PREPARE_KEY), state.step)
         inputs, targets = self.task.prepare(batch, self.model, drawn)
@@ -170,6 +171,8 @@ class Step:
         metrics |= {
             "learning_rate": self.learning_rate(state.step),
             "gradient_norm": optax.tree.norm(grads),
+            # Not finite long before the parameters are: their squares are summed.
+            "parameter_norm": optax.tree.norm(moved),
         }
         after = TrainState(
             step=state.step + 1,

@@ -2,6 +2,10 @@
 
 import dataclasses
 import itertools
+import multiprocessing
+import os
+import signal
+import struct
 import subprocess
 import sys
 import time
@@ -9,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from cropr_jax import tasks
 from cropr_jax.data import pipeline
 from cropr_jax.data.open import Splits, open_source
-from cropr_jax.data.records import Examples
-from cropr_jax.errors import ConfigError
+from cropr_jax.data.records import CLASS, Examples, Source
+from cropr_jax.errors import ConfigError, ExampleError, WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -384,3 +389,66 @@ def test_modules_do_without(modules, forbidden):
     program = PROGRAM.format(path=str(ROOT / "cropr_jax"), modules=modules, forbidden=forbidden)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_one_line():
+    """As the kernel does where memory runs out."""
+    batches = train(config(data={"workers": 1}))
+    next(batches)
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"^config\.data\.workers: a process that reads .* -9"):
+        list(itertools.islice(batches, 100))
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A reader whose third example raises what it is given."""
+
+    error: Exception
+    kind, class_names = CLASS, ("a", "b")
+
+    def __len__(self):
+        return 8
+
+    def __call__(self, index):
+        if index == 2:
+            raise self.error
+        return np.zeros((8, 8, 3), np.uint8), index % 2
+
+    def where(self, index):
+        return f"/data/{index}.jpg"
+
+
+ERRORS = [OSError("image file is truncated"), ValueError("bad"), SyntaxError("broken PNG"),
+          RuntimeError("Corrupted\nrecord"), EOFError(), Image.DecompressionBombError("big"),
+          struct.error("unpack requires"), OverflowError("too long")]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("make", [pipeline.train_batches, pipeline.eval_batches])
+def test_an_example_that_cannot_be_read_is_named(error, make):
+    whole = config()
+    task, source = tasks.create(whole), Source(Broken(error), 0, 8)
+    made = task.training if make is pipeline.train_batches else task.evaluation
+    with pytest.raises(ExampleError) as said:
+        list(itertools.islice(make(whole, made(whole["preprocess"], source)), 1))
+    assert str(said.value).startswith("/data/2.jpg: the example cannot be read (")
+    assert type(error).__name__ in str(said.value) and "\n" not in str(said.value)
+
+
+@pytest.mark.slow
+def test_and_so_is_one_that_a_worker_cannot_read():
+    whole = config(data={"workers": 2})
+    task, source = tasks.create(whole), Source(Broken(OSError("truncated")), 0, 8)
+    examples = task.evaluation(whole["preprocess"], source)
+    with pytest.raises(ExampleError, match="^/data/2.jpg: the example cannot be read .OSError: tr"):
+        list(pipeline.eval_batches(whole, examples))
+
+
+def test_slips_of_a_program_are_not_blamed_on_the_data():
+    whole = config()
+    task, source = tasks.create(whole), Source(Broken(TypeError("slip")), 0, 8)
+    with pytest.raises(TypeError, match="slip"):
+        list(pipeline.eval_batches(whole, task.evaluation(whole["preprocess"], source)))

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 from cropr_jax.core.trees import flatten
 from cropr_jax.errors import CheckpointError
 from cropr_jax.runs import checkpoints, directory
-from cropr_jax.runs.checkpoints import Checkpoints
+from cropr_jax.runs.writer import Checkpoints
 from cropr_jax.train import sharding
 from cropr_jax.train.optimizer import adamw, depth_of
 from cropr_jax.train.state import create_state
@@ -98,7 +98,9 @@ def test_last_and_best_are_kept(tmp_path):
     state = state_of(made_up(), ema=False)
     with Checkpoints(tmp_path, "top1") as saved:
         for step, top1 in [(1, 0.2), (2, 0.5), (3, None), (4, 0.5), (5, 0.1), (6, None)]:
-            saved.save(step, state, None if top1 is None else {"top1": top1, "loss": 1.0})
+            saved.save(step, state)
+            if top1 is not None:
+                saved.rank(step, {"top1": top1, "loss": 1.0})
         saved.wait()
         kept = sorted(int(p.name) for p in saved.root.iterdir())
         assert kept[-1] == saved.last == 6
@@ -106,6 +108,48 @@ def test_last_and_best_are_kept(tmp_path):
         assert saved.best[0] == kept[0]
     assert checkpoints.find(tmp_path, "top1").name == str(kept[0])
     assert checkpoints.find(tmp_path, None).name == "6"
+
+
+def test_metrics_that_earlier_versions_gave_to_orbax(tmp_path):
+    """They rank with those of today, and today's go first."""
+    state = state_of(made_up(), ema=False)
+    with Checkpoints(tmp_path, "top1") as saved:
+        for step, top1 in ((1, 0.7), (2, 0.4)):
+            tree = checkpoints.state_dict(state)
+            saved._steps.save(step, tree, metrics={"top1": top1}, force=True)
+        assert saved.best == (1, {"top1": 0.7})
+        saved.save(3, state)
+        saved.rank(3, {"top1": 0.6})
+        assert saved.best[0] == 1 and saved.evaluated(3) and not saved.evaluated(2)
+        saved.rank(3, {"top1": 0.8})
+    assert sorted(checkpoints.complete(tmp_path)) == [3]
+    assert checkpoints.find(tmp_path, "top1").name == "3"
+
+
+def test_a_step_that_is_not_to_be_ranked(tmp_path):
+    state = state_of(made_up(), ema=False)
+    with Checkpoints(tmp_path, "top1") as saved:
+        saved.save(1, state)
+        saved.rank(1, {})
+        assert saved.evaluated(1) and saved.best is None
+    with Checkpoints(tmp_path, "top1") as saved:
+        assert saved.evaluated(1) and saved.best is None
+    assert checkpoints.find(tmp_path, "top1").name == "1"
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"x": {}}', '{"1": 3}', '{"1": {"top1": 0.5}'])
+def test_a_damaged_ranking_is_one_line(tmp_path, content):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "ranking.json").write_text(content)
+    with pytest.raises(CheckpointError, match="ranking.json' is damaged .*: remove it"):
+        checkpoints.complete(tmp_path)
+
+
+def test_numbers_that_are_not_finite_are_no_json(tmp_path):
+    with Checkpoints(tmp_path, "top1") as saved:
+        saved.save(1, state_of(made_up(), ema=False))
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            saved.rank(1, {"top1": float("nan")})
 
 
 def test_saving_a_step_again_does_nothing(tmp_path):
@@ -149,7 +193,8 @@ def test_part_of_the_parameters(tmp_path, monkeypatch):
     average = {k: v + 1 for k, v in flatten(params).items()}
     state = state_of(params)._replace(ema=average)
     with Checkpoints(tmp_path, "top1") as saved:
-        saved.save(1, state, {"top1": 0.5})
+        saved.save(1, state)
+        saved.rank(1, {"top1": 0.5})
     asked = []
     load = checkpoints.ocp.load
     monkeypatch.setattr(

@@ -15,7 +15,7 @@ from cropr_jax import explain, export
 from cropr_jax.convert.load import load
 from cropr_jax.core.trees import flatten
 from cropr_jax.runs import checkpoints, directory
-from cropr_jax.runs.checkpoints import Checkpoints
+from cropr_jax.runs.writer import Checkpoints
 from cropr_jax.train import initial, loop, recipe
 from cropr_jax.train.run import Run
 
@@ -52,7 +52,9 @@ def workdir(request, tmp_path_factory, resolved):
     with Checkpoints(path, "miou") as saved:
         for step, metrics in METRICS.items():
             params = random_params(resolved.model, step)
-            saved.save(step, state._replace(params=params), metrics)
+            saved.save(step, state._replace(params=params))
+            if metrics:
+                saved.rank(step, metrics)
     return path
 
 

@@ -16,7 +16,7 @@ import cropr_jax
 from cropr_jax import models
 from cropr_jax.errors import CheckpointError, ConfigError
 from cropr_jax.models import costs, slim_leaves
-from cropr_jax.runs import checkpoints
+from cropr_jax.runs.writer import Checkpoints
 from cropr_jax.tasks.classification.predictor import ClassificationPredictor
 from cropr_jax.tasks.predictor import Predictor
 from cropr_jax.train.state import TrainState
@@ -209,7 +209,7 @@ def test_load_reads_no_auxiliary_leaves(tmp_path, options):
     stored = traverse_util.flatten_dict(params, sep="/")
     stored = {name: leaf for name, leaf in stored.items() if name in needed}
     state = TrainState(jnp.int32(5), traverse_util.unflatten_dict(stored, sep="/"), {}, None)
-    with checkpoints.Checkpoints(tmp_path, "top1") as writer:
+    with Checkpoints(tmp_path, "top1") as writer:
         writer.save(5, state)
     fields = CONFIG | {"reduction": reduction}
     config = {"task": "classification", "model": fields, "preprocess": PREPROCESS}

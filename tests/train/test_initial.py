@@ -17,7 +17,7 @@ from cropr_jax.convert.to_timm import rename
 from cropr_jax.core.trees import flatten, unflatten
 from cropr_jax.errors import ConfigError
 from cropr_jax.runs import checkpoints
-from cropr_jax.runs.checkpoints import Checkpoints
+from cropr_jax.runs.writer import Checkpoints
 from cropr_jax.train import initial, recipe
 from cropr_jax.train.state import TrainState
 
@@ -32,7 +32,8 @@ def run(tmp_path_factory):
     params = models.init(tiny(), jax.random.key(7))
     workdir = tmp_path_factory.mktemp("run")
     with Checkpoints(workdir, "top1") as saved:
-        saved.save(3, TrainState(jnp.asarray(3), params, (), None), {"top1": 0.5})
+        saved.save(3, TrainState(jnp.asarray(3), params, (), None))
+        saved.rank(3, {"top1": 0.5})
     return str(workdir), flatten(params)
 
 

@@ -49,11 +49,21 @@ def kill_in_save(step):
             os.kill(os.getpid(), signal.SIGKILL)
     loop.Checkpoints.save = killed
 
-def ask_to_stop(step):
+def kill_in_evaluation(step):
+    rank = loop.Checkpoints.rank
+    def killed(self, now, metrics):
+        if now == step:
+            self.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        rank(self, now, metrics)
+    loop.Checkpoints.rank = killed
+
+def ask_to_stop(step, number=signal.SIGTERM, group=False, times=1):
     seen = loop.Preemption.at
     def at(self, now):
         if now == step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(times):
+                (os.killpg if group else os.kill)(os.getpid(), number)
         return seen(self, now)
     loop.Preemption.at = at
 
@@ -76,7 +86,7 @@ def start(workdir, cache, *arguments, what=""):
     program = INTERRUPTED.format(what=what, argv=[*argv, *arguments])
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True,
-        text=True, timeout=300, check=False,
+        text=True, timeout=300, check=False, start_new_session=True,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -139,6 +149,41 @@ def test_killed_and_stopped_and_resumed_is_the_same_run(tmp_path, uninterrupted,
     status, out, err = start(tmp_path, cache)
     assert status == 0 and "Compiled" not in out, err
     assert {name for name in os.listdir(cache) if name.endswith("-cache")} <= before
+
+
+@pytest.mark.slow
+def test_killed_between_save_and_ranking(tmp_path, uninterrupted, cache):
+    """The evaluation that was lost is made first, and nothing is written twice."""
+    status, _, _ = start(tmp_path, cache, what="kill_in_evaluation(4)")
+    assert status == -signal.SIGKILL
+    status, out, err = start(tmp_path, cache, what="kill_in_evaluation(8)")
+    assert status == -signal.SIGKILL, err
+    assert out.index("Resumes after step 4") < out.index("step 4: test") < out.index("Compiled")
+    status, out, err = start(tmp_path, cache)
+    assert status == 0 and "Compiled" not in out, err
+    workdir, _ = uninterrupted
+    assert records(tmp_path) == records(workdir)
+    assert_same_state(state_in(tmp_path, 8), state_in(workdir, 8))
+    one, other = (json.loads((d / "result.json").read_text()) for d in (tmp_path, workdir))
+    assert one["best"] == other["best"] and one["metrics"] == other["metrics"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signals", "expected", "said"), [
+    ("signal.SIGTERM, group=True", 0, "SIGTERM: saved step 3 of 8"),
+    ("signal.SIGINT, group=True", 130, "SIGINT: saved step 3 of 8"),
+    ("signal.SIGINT, times=2", 130, ""),
+])  # fmt: skip
+def test_signals_to_all_processes(tmp_path, uninterrupted, cache, signals, expected, said):
+    """As schedulers and terminals send them; the worker that reads outlives them."""
+    workers = "--config.data.workers=1"
+    status, out, err = start(tmp_path, cache, workers, what=f"ask_to_stop(3, {signals})")
+    assert status == expected and said in out and "Traceback" not in err, err
+    assert (tmp_path / "checkpoints" / "3").is_dir() == bool(said)
+    status, out, err = start(tmp_path, cache, workers)
+    assert status == 0, err
+    workdir, _ = uninterrupted
+    assert_same_state(state_in(tmp_path, 8), state_in(workdir, 8))
 
 
 @pytest.mark.slow
@@ -228,10 +273,16 @@ def test_prefetch_keeps_the_order_and_ends():
 
 def test_records_to_be_written_again_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    drop_records_after(path, 3)
-    path.write_text('{"step": 2}\n{"step": 4}\n{"step": 3}\n{"st')
-    drop_records_after(path, 3)
-    assert path.read_text() == '{"step": 2}\n{"step": 3}\n'
+    drop_records_after(path, 3, evaluates=False)
+    rows = [
+        f'{{"step": {step}, "split": "{split}"}}\n'
+        for step, split in ((2, "test"), (4, "train"), (3, "train"), (3, "test"))
+    ]
+    path.write_text("".join([*rows, '{"st']))
+    drop_records_after(path, 3, evaluates=False)
+    assert path.read_text() == "".join([rows[0], *rows[2:]])
+    drop_records_after(path, 3, evaluates=True)  # and that of step 3 is written again
+    assert path.read_text() == "".join([rows[0], rows[2]])
 
 
 def test_loss_that_is_not_finite_ends_the_run():

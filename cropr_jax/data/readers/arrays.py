@@ -20,11 +20,13 @@ class Arrays:
       images: uint8 [n, h, w, c], c = 3 or 1.
       labels: int64 [n], 0 <= label < number of classes.
       class_names: name of each class.
+      place: where they lie, in words.
     """
 
     images: np.ndarray
     labels: np.ndarray
     class_names: tuple[str, ...]
+    place: str
 
     kind = CLASS
 
@@ -33,6 +35,9 @@ class Arrays:
 
     def __call__(self, index: int) -> tuple[np.ndarray, int]:
         return self.images[index], int(self.labels[index])
+
+    def where(self, index: int) -> str:
+        return f"{self.place}, example {index}"
 
     @classmethod
     def from_folder(cls, folder: Path, split: str) -> Arrays:
@@ -68,7 +73,7 @@ class Arrays:
                 f"{len(class_names) - 1} ({len(class_names)} class_names). Mend the file."
             )
         whole = images[0] if len(images) == 1 else np.concatenate(images)
-        return cls(whole, all_labels, class_names)
+        return cls(whole, all_labels, class_names, f"{folder / split}*.npz")
 
 
 # A run opens a split several times, for its size, its classes and its batches, and unpacking a

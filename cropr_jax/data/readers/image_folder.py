@@ -40,6 +40,9 @@ class ImageFiles:
     def __call__(self, index: int) -> tuple[bytes, int]:
         return Path(self.paths[index]).read_bytes(), self.labels[index]
 
+    def where(self, index: int) -> str:
+        return self.paths[index]
+
 
 def open_image_folder(root: Path, split: str, num_classes: int = 0) -> ImageFiles:
     """The images of one split.

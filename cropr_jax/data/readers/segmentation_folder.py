@@ -56,6 +56,9 @@ class MaskFiles:
         mask = read_mask(self.masks[index])
         return Path(self.images[index]).read_bytes(), self.legend.labels(mask, self.masks[index])
 
+    def where(self, index: int) -> str:
+        return self.images[index]
+
 
 def open_segmentation_folder(root: Path, split: str, data: Mapping[str, Any]) -> MaskFiles:
     """The images and masks of one split, every one of them looked at.

@@ -97,6 +97,9 @@ class TfdsReader:
         example = self._records[index]
         return example["image"], example["label"]
 
+    def where(self, index: int) -> str:
+        return self._records.where(index)
+
 
 class TfdsMaps:
     """A split with features `image` and `label_map`, and what metadata.json says of them.
@@ -124,9 +127,11 @@ class TfdsMaps:
         return len(self._records)
 
     def __call__(self, index: int) -> tuple[bytes | np.ndarray, np.ndarray]:
-        example = self._records[index]
-        where = f"{self._records.folder}, {self._records.split} {index}"
+        example, where = self._records[index], self.where(index)
         return example["image"], self._legend.labels(read_mask(example["label_map"], where), where)
+
+    def where(self, index: int) -> str:
+        return self._records.where(index)
 
 
 class TfdsRecords:
@@ -179,6 +184,10 @@ class TfdsRecords:
         if self._example is None:
             self._example = self._open()
         return self._example(index)
+
+    def where(self, index: int) -> str:
+        """Where a record lies, in words."""
+        return f"{self.folder}, {self.split} {index}"
 
     def _open(self) -> Callable[[int], dict[str, Any]]:
         import tensorflow_datasets as tfds
