@@ -1,6 +1,6 @@
 """Masks as they lie on disk, and the one place where their ids become labels.
 
-A mask is an 8-bit PNG, grey or indexed, whose values are ids of classes. Labels are 0 to n - 1 in
+A mask is a PNG, grey or indexed, whose stored values are ids of classes. Labels are 0 to n - 1 in
 the order of the ids, and `IGNORE` where no class counts; nothing else in the project sees ids.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import io
 import os
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from cropr_jax.data.records import IGNORE
 from cropr_jax.errors import ConfigError
@@ -147,25 +148,61 @@ def _bad_classes(where: str) -> ConfigError:
 
 
 def read_mask(file: bytes | str | os.PathLike, where: str = "") -> np.ndarray:
-    """The ids of a mask, uint8 [h, w].
+    """The ids of a mask as they are stored, uint8 [h, w], turned as EXIF says.
 
     Args:
       file: encoded, or its path.
       where: what to call it in messages, its path by default.
 
     Raises:
-      ConfigError: no image, colours, or more than 8 bits.
+      ConfigError: no image, colours, or ids beyond 255.
     """
     where = where or str(file)
     try:
         content = file if isinstance(file, bytes) else Path(file).read_bytes()
         with Image.open(io.BytesIO(content)) as image:
-            mask = np.asarray(image)
-    except (OSError, SyntaxError) as error:
+            turned = ImageOps.exif_transpose(image) if orientation(image) != UPRIGHT else image
+            mask = np.asarray(turned)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ConfigError(f"{where}: no image that can be read ({error}). Replace it.") from error
-    if image.mode not in ("L", "P", "1"):
+    if image.mode not in ("L", "P", "1") and not image.mode.startswith("I"):
         raise ConfigError(
-            f"{where}: a mask of mode {image.mode} {list(mask.shape)}, expected one 8-bit id a "
-            "pixel, grey or indexed. Turn its colours into ids of classes."
+            f"{where}: a mask of mode {image.mode} {list(mask.shape)}, expected one id a pixel, "
+            "grey or indexed. Turn its colours into ids of classes."
         )
-    return mask.astype(np.uint8, copy=False)
+    if mask.max(initial=0) > 255 or mask.min(initial=0) < 0:
+        raise ConfigError(
+            f"{where}: ids from {mask.min()} to {mask.max()} in the mask, expected 0 to 255. Give "
+            "its classes smaller ids."
+        )
+    return mask.astype(np.uint8) // _stretched(content)
+
+
+def _stretched(content: bytes) -> int:
+    """By how much Pillow multiplies the ids of a grey PNG, which it spreads over 8 bits.
+
+    Source: PNG specification (third edition), 11.2.1, the header: width and height in bytes 16 to
+    23 of the file, then bit depth and colour type.
+    """
+    if not content.startswith(b"\x89PNG\r\n\x1a\n"):
+        return 1
+    depth, colour = content[24], content[25]
+    return 255 // (2**depth - 1) if colour == 0 and depth in (2, 4) else 1
+
+
+# EXIF's number of an image that stands as it is stored, and its field for that number.
+UPRIGHT, _ORIENTATION = 1, 0x0112
+# Those in which height and width change places.
+SIDEWAYS = range(5, 9)
+
+
+def orientation(image: Image.Image) -> int:
+    """EXIF's orientation of an image, 1 to 8: how viewers turn and mirror it.
+
+    1, upright, where it tells none, or what viewers pass over: another number, damaged EXIF.
+    """
+    try:
+        found = image.getexif().get(_ORIENTATION, UPRIGHT)
+    except (SyntaxError, ValueError, struct.error, KeyError, EOFError):
+        return UPRIGHT
+    return found if found in range(1, 9) else UPRIGHT

@@ -15,41 +15,52 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from cropr_jax.data import augment, rand_augment
+from cropr_jax.data.annotations import UPRIGHT, orientation
 from cropr_jax.data.records import FILTERS, Record
 from cropr_jax.errors import ConfigError
 from cropr_jax.host.messages import check_choice
 
 
 def decode(image: bytes | np.ndarray | Image.Image) -> Image.Image:
-    """An RGB Pillow image from encoded bytes or uint8 [h, w], [h, w, 1] or [h, w, 3].
+    """An RGB Pillow image from encoded bytes, or uint8 or uint16 [h, w], [h, w, 1] or [h, w, 3].
 
-    Grey images are replicated to three channels; other modes (CMYK, palette) are converted.
+    It stands as viewers show it: the orientation that EXIF tells is applied. Grey images are
+    replicated to three channels, 16 bits are scaled to 8 by their whole range (Pillow would cut
+    them off at 255); other modes (CMYK, palette) are converted.
 
     Raises:
-      ValueError: an array of another type or shape, or bytes that Pillow cannot read.
+      ValueError: an array of another type or shape, bytes that Pillow cannot read, or pixels of 32
+        bits, whose range nothing tells.
     """
     if isinstance(image, bytes | bytearray | memoryview):
         image = Image.open(io.BytesIO(image))
     elif isinstance(image, np.ndarray):
-        if (
-            image.dtype != np.uint8
-            or image.ndim not in (2, 3)
-            or image.shape[2:]
-            not in (
-                (),
-                (1,),
-                (3,),
-            )
-        ):
+        shaped = image.ndim in (2, 3) and image.shape[2:] in ((), (1,), (3,))
+        if image.dtype not in (np.uint8, np.uint16) or not shaped:
             raise ValueError(
-                f"image is {image.dtype} {list(image.shape)}, expected uint8 [h, w, 3], "
+                f"image is {image.dtype} {list(image.shape)}, expected uint8 or uint16 [h, w, 3], "
                 "[h, w, 1] or [h, w]"
             )
-        image = Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)
+        pixels = image[..., 0] if image.shape[2:] == (1,) else image
+        image = Image.fromarray(_eight_bits(pixels) if image.dtype == np.uint16 else pixels)
+    if orientation(image) != UPRIGHT:
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        image = Image.fromarray(_eight_bits(np.asarray(image)))
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"image has pixels of 32 bits (mode {image.mode}), whose range nothing tells; store it "
+            "with 8 or 16 bits"
+        )
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _eight_bits(pixels: np.ndarray) -> np.ndarray:
+    """0 to 65535 as 0 to 255, rounded."""
+    return np.rint(pixels / 257.0).astype(np.uint8)
 
 
 def normalize(
@@ -96,6 +107,27 @@ def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
+# A photo's sides differ less.
+_LONGEST = 16
+
+
+def _without_ends(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """A sliver without its ends, which a central crop cannot show and resizing would blow up.
+
+    What is left is `_LONGEST` times as long as `size` shows, so that nothing of an end comes near.
+    """
+    height, width = size
+    longest = (
+        max(_LONGEST * image.height * width // height, _LONGEST),
+        max(_LONGEST * image.width * height // width, _LONGEST),
+    )
+    # As much on both sides: the middle stays where it is.
+    left, top = (max(0, (side - most) // 2) for side, most in zip(image.size, longest, strict=True))
+    if not left and not top:
+        return image
+    return image.crop((left, top, image.width - left, image.height - top))
+
+
 def resample_filter(name: str) -> int:
     """Pillow's filter of that name.
 
@@ -116,6 +148,7 @@ def eval_image(image: Image.Image, preprocess: Mapping[str, Any]) -> Image.Image
     ratio = preprocess["crop_ratio"]
     if ratio != "none":
         size = (int(res[0] / ratio), int(res[1] / ratio))
+        image = _without_ends(image, size)
         image = resize_shorter_side(image, size, resample_filter(preprocess["interpolation"]))
     return center_crop(image, res)
 

@@ -248,7 +248,8 @@ def read(image: Any) -> Image.Image:
         return decode(image)
     try:
         with Image.open(image) as file:
-            file.load()
-            return decode(file)
-    except OSError as error:
+            decoded = decode(file)
+            decoded.load()  # what is RGB already is not read before the file is closed
+            return decoded
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ConfigError(f"image '{image}' cannot be read ({error})") from error

@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cropr_jax.data.annotations import Legend, make_legend, read_mask
+from cropr_jax.data.annotations import (
+    SIDEWAYS,
+    UPRIGHT,
+    Legend,
+    make_legend,
+    orientation,
+    read_mask,
+)
 from cropr_jax.data.readers.image_folder import SUFFIXES
 from cropr_jax.data.records import MAP
 from cropr_jax.errors import ConfigError
@@ -154,10 +161,18 @@ def _look(picture: Path, mask: Path, legend: Legend) -> tuple[int, int]:
     """Size (h, w) of a mask, after all that can be wrong with it."""
     ids = read_mask(mask)
     try:
-        with Image.open(picture) as image:
-            size = image.height, image.width
-    except OSError as error:
+        with Image.open(picture) as image, Image.open(mask) as beside:
+            turns, size = (orientation(image), orientation(beside)), (image.height, image.width)
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ConfigError(f"{picture}: no image that can be read ({error}).") from error
+    stored, size = size, size[::-1] if turns[0] in SIDEWAYS else size
+    # A mask that was drawn on the upright photo has its size, and cannot be taken for another.
+    drawn_upright = turns[1] == UPRIGHT and size == ids.shape != stored
+    if turns[0] != turns[1] and not drawn_upright:
+        raise ConfigError(
+            f"{picture}: EXIF says orientation {turns[0]}, of its mask {mask} {turns[1]}, so that "
+            "they may lie askew. Store both upright and without EXIF's orientation."
+        )
     if size != ids.shape:
         raise ConfigError(
             f"{mask}: {ids.shape[0]}x{ids.shape[1]} pixels (height x width), but {picture} has "
