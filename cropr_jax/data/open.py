@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cropr_jax.data.classes import aligned
 from cropr_jax.data.records import Reader, Source, data_root, parse_split
 from cropr_jax.errors import ConfigError
 
@@ -105,34 +106,51 @@ def open_source(data: Mapping[str, Any], split: str) -> Source:
 
 
 class Splits:
-    """The splits of a config's data set, each opened once, when it is first asked for."""
+    """The splits of a config's data set, each opened once, when it is first asked for.
 
-    def __init__(self, data: Mapping[str, Any]):
+    All have the classes of the training split, or those of a run that was trained before: labels
+    are matched by name (`cropr_jax.data.classes`).
+    """
+
+    def __init__(self, data: Mapping[str, Any], class_names: Sequence[str] = ()):
         """Opens nothing.
 
         Args:
           data: `config.data`.
+          class_names: of the run, by label; empty for those of the training split.
         """
         self._data = data
+        self._class_names = tuple(class_names)
         self._opened: dict[str, Source] = {}
 
     @property
     def train(self) -> Source:
-        """The training examples."""
-        return self._open(self._data["train"])
+        """The training examples.
+
+        Raises:
+          ConfigError: if they cannot be opened, or have classes that the run has not.
+        """
+        split = self._data["train"]
+        source = self._open(split)
+        if not self._class_names:
+            return source
+        return aligned(source, self._class_names, f"data split '{split}'", "the run")
 
     def eval(self, name: str) -> Source:
         """The evaluation split called `name` in the config.
 
         Raises:
-          ConfigError: if there is none.
+          ConfigError: if there is none, or it has classes that the training split has not.
         """
         splits = dict(self._data["eval"])
         if name not in splits:
             raise ConfigError(
                 f"config.data.eval has no {name!r}, only {', '.join(splits)}. Name one of them."
             )
-        return self._open(splits[name])
+        names, of = self._class_names, "the run"
+        if not names:
+            names, of = self.train.class_names, f"the training split '{self._data['train']}'"
+        return aligned(self._open(splits[name]), names, f"data split '{splits[name]}'", of)
 
     def _open(self, split: str) -> Source:
         if split not in self._opened:

@@ -41,6 +41,14 @@ def _claim(workdir: Path, resolved: Recipe) -> None:
         fields.check_same(resolved.config, json.loads(path.read_text()), workdir)
     if jax.process_index() > 0:
         return
+    known = directory.class_names(workdir)
+    if known and known != tuple(resolved.class_names):
+        raise ConfigError(
+            f"config.data: the run in '{workdir}' has other classes ({len(known)}, first "
+            f"{known[0]!r}) than the data now ({len(resolved.class_names)}, first "
+            f"{next(iter(resolved.class_names), '')!r}): choose another --workdir, or give the "
+            "classes the names that they had"
+        )
     about = {
         "class_names": resolved.class_names,
         "metric": resolved.task.metric.name,
@@ -54,10 +62,10 @@ def _claim(workdir: Path, resolved: Recipe) -> None:
         raise ConfigError(f"--workdir: cannot write to '{workdir}' ({error.strerror})") from error
 
 
-def _prepare(config: Any) -> Recipe:
+def _prepare(config: Any, workdir: Path) -> Recipe:
     if config.get("distributed") and not jax.distributed.is_initialized():
         initialize_processes()
-    resolved = recipe.resolve(config)
+    resolved = recipe.resolve(config, class_names=directory.class_names(workdir))
     say(card(resolved))
     return resolved
 
@@ -90,8 +98,8 @@ def train(config: Any, workdir: str | Path) -> dict[str, Any] | None:
       ConfigError: before anything is compiled, on what the user has to mend.
       FloatingPointError: if loss, gradients or parameters are not finite.
     """
-    workdir = Path(workdir).absolute()
-    resolved = _prepare(config)
+    workdir = Path(workdir).expanduser().absolute()
+    resolved = _prepare(config, workdir)
     if not checkpoints.started(workdir):  # what a checkpoint has is not read again
         for field in ("init", "teacher"):
             initial.check_path(resolved.config[field], f"config.{field}")
@@ -266,8 +274,8 @@ def evaluate(config: Any, workdir: str | Path) -> dict[str, Any]:
     Raises:
       ConfigError: on a wrong config, a missing checkpoint or one of another model.
     """
-    workdir = Path(workdir).absolute()
-    resolved = _prepare(config)
+    workdir = Path(workdir).expanduser().absolute()
+    resolved = _prepare(config, workdir)
     run = Run(resolved)
     path = checkpoints.find(workdir, resolved.task.metric.name)
     say(f"Evaluates {path}")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import device_count
@@ -113,6 +113,11 @@ def _check_data(config: Mapping[str, Any], task: Task, model: Trunk, splits: Spl
         raise ConfigError("config.data.eval: empty, expected {name: split}, e.g. {'test': 'test'}")
     for name in config["data"]["eval"]:
         task.check_source(splits.eval(name))
+        if splits.eval(name).num_classes > model.num_classes:
+            raise ConfigError(
+                f"config.data.eval.{name}: has {splits.eval(name).num_classes} classes, but "
+                f"config.model.num_classes is {model.num_classes}: its labels reach beyond the head"
+            )
 
 
 def _check_head(config: Mapping[str, Any], task: type[Task]) -> None:
@@ -146,12 +151,13 @@ def make_teacher(config: Mapping[str, Any], model: Trunk) -> Trunk | None:
     return models.unpruned(model) if needed or routers.from_model(config) else None
 
 
-def resolve(config: Any, splits: Splits | None = None) -> Recipe:
+def resolve(config: Any, splits: Splits | None = None, class_names: Sequence[str] = ()) -> Recipe:
     """Checks a config and makes all that follows from it; compiles no model, reads no image.
 
     Args:
       config: an `ml_collections.ConfigDict`, or nested dictionaries of the same shape.
       splits: of its data set, if they were opened before.
+      class_names: of the run, by label, if it began before.
 
     Raises:
       ConfigError: naming field or file, what was found, what was expected.
@@ -166,7 +172,7 @@ def resolve(config: Any, splits: Splits | None = None) -> Recipe:
     sharding.make_mesh(**values["mesh"])
     if options := values.get("compiler_options"):
         sharding.check_compiler_options(options)
-    splits = splits or Splits(values["data"])
+    splits = splits or Splits(values["data"], class_names)
     task.check_source(splits.train)
     if not values["model"]["num_classes"]:  # those of the data
         values["model"]["num_classes"] = splits.train.num_classes

@@ -31,6 +31,9 @@ def test_nothing_is_opened_before_it_is_asked_for(opened):
     splits = Splits(DATA)
     assert opened == []
     assert len(splits.eval("test")) == 3
+    assert opened == ["train", "test"]  # the training split has the names of the classes
+    opened.clear()
+    assert len(Splits(DATA, ("class 0", "class 1", "class 2")).eval("test")) == 3
     assert opened == ["test"]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cropr_jax.data import digits, records
-from cropr_jax.data.open import open_source
+from cropr_jax.data.open import Splits, open_source
 from cropr_jax.data.readers import tfds as tfds_source
 from cropr_jax.data.readers import tfrecord
 from cropr_jax.errors import ConfigError
@@ -217,7 +217,7 @@ def test_image_folder_of_classes(tmp_path):
     assert [train[i]["label"] for i in range(len(train))] == [0, 0, 1]
     assert Image.open(io.BytesIO(train[0]["image"])).size == (5, 6)
     # No cat among the test images, and still dog is class 1.
-    test = open_source(data, "test")
+    test = Splits(data | {"train": "train", "eval": {"test": "test"}}).eval("test")
     assert test.class_names == ("cat", "dog") and test[0]["label"] == 1
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +67,8 @@ class Arrays:
                 "images of different shapes or different class_names. Make them alike."
             )
         all_labels = np.concatenate(labels)
+        if not len(all_labels):
+            raise ConfigError(f"{paths[0]}: no example in it. Write the images and labels again.")
         count = int(all_labels.max()) + 1
         class_names = names[0] or tuple(str(i) for i in range(count))
         if all_labels.min() < 0 or count > len(class_names):
@@ -80,7 +84,22 @@ class Arrays:
 # compressed file takes seconds.
 @functools.lru_cache(maxsize=8)
 def _read(path: Path, modified: int) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    with np.load(path) as file:
+    try:
+        return _unpacked(path)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{path}: no npz file that can be read ({type(error).__name__}: {error}). Write it "
+            "again with np.savez: images uint8 [n, h, w, 3], labels int [n]."
+        ) from error
+
+
+def _unpacked(path: Path) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    with path.open("rb") as opened:
+        file = np.load(opened)
+        if isinstance(file, np.ndarray):
+            raise ValueError("a single array")
         missing = {"images", "labels"} - set(file.files)
         if missing:
             raise ConfigError(

@@ -66,10 +66,15 @@ def open_image_folder(root: Path, split: str, num_classes: int = 0) -> ImageFile
             f"{root / 'labels.json'}; {root} holds {found}. Set config.data.dir (or the variable "
             "in config.data.env), or another split."
         )
-    # Classes of all splits together: a class without test images must not shift the numbers.
-    names = sorted({d.name for d in root.glob("*/*/") if d.is_dir()})
+    folders = [d for d in (root / split).iterdir() if d.is_dir() and not _is_hidden(d.name)]
+    names = sorted(folder.name for folder in folders)
     numbers = {name: number for number, name in enumerate(names)}
-    paths = sorted(p for p in (root / split).glob("*/*") if p.suffix.lower() in SUFFIXES)
+    paths = sorted(
+        path
+        for folder in folders
+        for path in folder.iterdir()
+        if path.suffix.lower() in SUFFIXES and not _is_hidden(path.name)
+    )
     if not paths:
         raise ConfigError(
             f"data split {split!r}: no {', '.join(sorted(SUFFIXES))} file in "
@@ -79,15 +84,43 @@ def open_image_folder(root: Path, split: str, num_classes: int = 0) -> ImageFile
     return ImageFiles(tuple(map(str, paths)), labels, tuple(names))
 
 
+def _is_entry(entry: Any) -> bool:
+    """Whether an entry of a list names a file and a label."""
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("file_name"), str)
+        and isinstance(entry.get("label"), int | str)
+        and not isinstance(entry.get("label"), bool)
+        and isinstance(entry.get("name", ""), str)
+    )
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, with or without a byte-order mark.
+
+    Raises:
+      ConfigError: naming the file and the place, if it is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: no JSON that can be read ({error}). Mend it.") from error
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a name is that of what systems leave behind: `.DS_Store`, `._a.jpg`, `__MACOSX`."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
 def _from_listing(listing: Path, num_classes: int) -> ImageFiles:
-    content = json.loads(listing.read_text())
+    content = read_json(listing)
     if isinstance(content, dict) and isinstance(content.get("images"), list):
         entries = content["images"]
     elif isinstance(content, dict):
         entries = [{"file_name": name, "label": label} for name, label in content.items()]
     else:
         entries = []
-    if not entries or not all({"file_name", "label"} <= entry.keys() for entry in entries):
+    if not entries or not all(map(_is_entry, entries)):
         raise ConfigError(
             f'{listing}: expected {{"images": [{{"file_name": ..., "label": ...}}, ...]}} or '
             '{"file.jpg": label, ...} with at least one image.'
@@ -102,6 +135,10 @@ def _from_listing(listing: Path, num_classes: int) -> ImageFiles:
             "Add them, or take them out of the list."
         )
     names = content.get("class_names") if isinstance(content.get("images"), list) else None
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        raise ConfigError(f"{listing}: class_names are {names!r:.100}, expected a list of names.")
     labels, class_names = _number(listing, entries, names, num_classes)
     return ImageFiles(tuple(map(str, paths)), labels, class_names)
 

@@ -8,7 +8,6 @@ names the classes (`annotations.make_legend`).
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from cropr_jax.data.annotations import (
     orientation,
     read_mask,
 )
-from cropr_jax.data.readers.image_folder import SUFFIXES
+from cropr_jax.data.readers.image_folder import SUFFIXES, read_json
 from cropr_jax.data.records import MAP
 from cropr_jax.errors import ConfigError
 
@@ -88,11 +87,7 @@ def open_segmentation_folder(root: Path, split: str, data: Mapping[str, Any]) ->
             f"data set in {root}: no meta.json, which names the classes. Write "
             '{"classes": [{"id": 0, "name": "road"}, ...], "ignore_id": 255}.'
         )
-    try:
-        content = json.loads(meta.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{meta}: no JSON ({error}). Mend it.") from error
-    legend = make_legend(content, data, str(meta))
+    legend = make_legend(read_json(meta), data, str(meta))
     images, labels = _folders(root, split)
     # What is added, removed or replaced changes a folder's time.
     return _checked(images, labels, legend, images.stat().st_mtime_ns, labels.stat().st_mtime_ns)
@@ -165,7 +160,7 @@ def _look(picture: Path, mask: Path, legend: Legend) -> tuple[int, int]:
             turns, size = (orientation(image), orientation(beside)), (image.height, image.width)
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ConfigError(f"{picture}: no image that can be read ({error}).") from error
-    stored, size = size, size[::-1] if turns[0] in SIDEWAYS else size
+    stored, size = size, (size[1], size[0]) if turns[0] in SIDEWAYS else size
     # A mask that was drawn on the upright photo has its size, and cannot be taken for another.
     drawn_upright = turns[1] == UPRIGHT and size == ids.shape != stored
     if turns[0] != turns[1] and not drawn_upright:
