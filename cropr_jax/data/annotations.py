@@ -32,11 +32,13 @@ class Legend:
       class_names: of the classes that count, by label.
       ids: of the same classes, ascending.
       ignore: the id of pixels that do not count.
+      by_default: whether nobody said so, and it is `IGNORE` for want of a word.
     """
 
     class_names: tuple[str, ...]
     ids: tuple[int, ...]
     ignore: int
+    by_default: bool = False
 
     @functools.cached_property
     def _table(self) -> np.ndarray:
@@ -108,10 +110,8 @@ def make_legend(meta: Any, data: Mapping[str, Any], where: str) -> Legend:
     ids = [number for number, _ in classes]
     if len(set(ids)) < len(ids) or not all(isinstance(i, int) and 0 <= i <= 255 for i in ids):
         raise ConfigError(f"{where}: ids are {ids}, expected each once, from 0 to 255.")
-    ignore = data.get("ignore")
-    if ignore is None:
-        ignore = described.get("ignore_id", IGNORE) if from_zero else 0
-    _check_ignore(ignore, from_zero, ids, described, where)
+    ignore, by_default = _ignored(data, described)
+    _check_ignore(ignore, by_default, from_zero, ids, described, where)
     classes = sorted((number, name) for number, name in classes if number != ignore)
     expected = data.get("num_classes") or len(classes)
     if not classes or expected != len(classes):
@@ -125,12 +125,34 @@ def make_legend(meta: Any, data: Mapping[str, Any], where: str) -> Legend:
         class_names=tuple(name for _, name in classes),
         ids=tuple(number for number, _ in classes),
         ignore=ignore,
+        by_default=by_default,
     )
 
 
+def _ignored(data: Mapping[str, Any], described: Mapping[str, Any]) -> tuple[Any, bool]:
+    """The id that does not count, and whether it is `IGNORE` since nothing says so."""
+    if data.get("ignore") is not None:
+        return data["ignore"], False
+    if data.get("zero_is_ignored"):
+        return 0, False
+    said = described.get("ignore_id")
+    return (IGNORE, True) if said is None else (said, False)
+
+
 def _check_ignore(
-    ignore: Any, from_zero: bool, ids: list[int], described: Mapping[str, Any], where: str
+    ignore: Any,
+    by_default: bool,
+    from_zero: bool,
+    ids: list[int],
+    described: Mapping[str, Any],
+    where: str,
 ) -> None:
+    if by_default and ignore in ids:
+        raise ConfigError(
+            f"{where}: lists id {ignore} as a class, which is the ignored id unless another is "
+            f'named. Write "ignore_id" into it (or set config.data.ignore): {ignore} if the class '
+            "is not to count, else an id that no mask holds."
+        )
     if not isinstance(ignore, int) or not 0 <= ignore <= 255:
         raise ConfigError(f"{where}: the ignored id is {ignore!r}, expected 0 to 255.")
     if not from_zero and (ignore != 0 or (0 in ids and described.get("ignore_id") != 0)):

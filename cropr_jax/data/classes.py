@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class Renumbered:
 
     def __call__(self, index: int) -> tuple[bytes | np.ndarray, Any]:
         image, label = self.reader(index)
+        if np.min(label) < 0:
+            raise ConfigError(f"{self.where(index)}: label {np.min(label)}, expected 0 or more")
         found = self.table[label]
         return image, found if isinstance(label, np.ndarray) else int(found)
 
@@ -46,6 +49,10 @@ class Renumbered:
         if not isinstance(self.reader, MapReader):
             raise TypeError(f"the labels of {type(self.reader).__name__} are no maps")
         return self.reader.largest()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return getattr(self.reader, "notes", ())
 
     def where(self, index: int) -> str:
         return Source(self.reader, 0, len(self)).where(index)
@@ -68,7 +75,8 @@ def _same_numbers(own: Sequence[str], names: Sequence[str]) -> bool:
     named = [
         one == other
         for number, (one, other) in enumerate(zip(own, names, strict=False))
-        if str(number) not in (one, other)
+        # Two numbers that differ are names: folders sort as text, 10 before 2.
+        if str(number) not in (one, other) or (one.isdigit() and other.isdigit())
     ]
     return bool(named) and all(named)
 
@@ -95,16 +103,17 @@ def aligned(source: Source, names: Sequence[str], what: str, of: str) -> Source:
         return source
     if _numbers(own) and _numbers(names) and len(own) > len(names):
         return source  # labels beyond those names, which the head may have
-    if _same_numbers(own, names):
+    places = {name: label for label, name in enumerate(names)}
+    if not set(own) <= places.keys() and _same_numbers(own, names):
         return _renumbered(source, range(len(own)), names)
     for found, whose in ((own, what), (names, of)):
-        twice = sorted({name for name in found if list(found).count(name) > 1})
+        twice = sorted(name for name, count in Counter(found).items() if count > 1)
         if twice:
             raise ConfigError(
                 f"{whose}: {_few(twice)} names several classes, so that they cannot be told apart "
                 "by name. Give each class a name of its own."
             )
-    unknown = [name for name in own if name not in names]
+    unknown = [name for name in own if name not in places]
     if unknown:
         hint = did_you_mean(unknown[0], names)
         close = f"; {hint}" if hint.startswith("did you mean") else "."
@@ -114,7 +123,7 @@ def aligned(source: Source, names: Sequence[str], what: str, of: str) -> Source:
             f"({_few(tuple(names))}){close} Labels are matched by the names of their classes: "
             "give them the same names, or take these examples out."
         )
-    return _renumbered(source, [tuple(names).index(name) for name in own], names)
+    return _renumbered(source, [places[name] for name in own], names)
 
 
 def _renumbered(source: Source, numbers: Sequence[int], names: Sequence[str]) -> Source:

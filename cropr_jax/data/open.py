@@ -122,6 +122,7 @@ class Splits:
         self._data = data
         self._class_names = tuple(class_names)
         self._opened: dict[str, Source] = {}
+        self._matched: dict[str, Source] = {}
 
     @property
     def train(self) -> Source:
@@ -131,10 +132,9 @@ class Splits:
           ConfigError: if they cannot be opened, or have classes that the run has not.
         """
         split = self._data["train"]
-        source = self._open(split)
         if not self._class_names:
-            return source
-        return aligned(source, self._class_names, f"data split '{split}'", "the run")
+            return self._open(split)
+        return self._aligned(split, self._class_names, "the run")
 
     def eval(self, name: str) -> Source:
         """The evaluation split called `name` in the config.
@@ -150,7 +150,13 @@ class Splits:
         names, of = self._class_names, "the run"
         if not names:
             names, of = self.train.class_names, f"the training split '{self._data['train']}'"
-        return aligned(self._open(splits[name]), names, f"data split '{splits[name]}'", of)
+        return self._aligned(splits[name], names, of)
+
+    def _aligned(self, split: str, names: Sequence[str], of: str) -> Source:
+        if split not in self._matched:
+            source = self._open(split)
+            self._matched[split] = aligned(source, names, f"data split '{split}'", of)
+        return self._matched[split]
 
     def _open(self, split: str) -> Source:
         if split not in self._opened:

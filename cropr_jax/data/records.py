@@ -40,7 +40,8 @@ _SPLIT = re.compile(r"(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 class Reader(Protocol):
     """A whole named split: image (encoded bytes or uint8 [h, w, c]) and label by index.
 
-    It may have a method `where(index)`, which names the file of an example for messages.
+    It may have a method `where(index)`, which names the file of an example for messages, and
+    `notes`, lines on what is odd of the split.
 
     Attributes:
       kind: of the labels: `CLASS`, a number, `MAP`, uint8 [h, w] of them, or another, in words.

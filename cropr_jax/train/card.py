@@ -51,6 +51,7 @@ def _losses(recipe: Recipe) -> str:
 def card(recipe: Recipe) -> str:
     """The resolved recipe in a table."""
     rows = [*_model_rows(recipe), *_training_rows(recipe)]
+    rows += [("note", note) for note in getattr(recipe.splits.train.reader, "notes", ())]
     return logging.table([row for row in rows if row[1] != ""], "Recipe")
 
 

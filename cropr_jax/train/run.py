@@ -18,7 +18,7 @@ from cropr_jax import models
 from cropr_jax.core import trees
 from cropr_jax.core.schedule import Schedule
 from cropr_jax.data import pipeline
-from cropr_jax.errors import CheckpointError
+from cropr_jax.errors import CheckpointError, ConfigError
 from cropr_jax.runs import checkpoints
 from cropr_jax.tasks import Result
 from cropr_jax.train import initial, routers, sharding
@@ -180,7 +180,10 @@ class Run:
                 evaluator.add(jax.device_get(pending.popleft()))
         for outputs in pending:
             evaluator.add(jax.device_get(outputs))
-        result = evaluator.result()
+        try:
+            result = evaluator.result()
+        except ValueError as error:
+            raise ConfigError(f"config.data.eval.{name}: {error}") from error
         if result.metrics["examples"] != len(examples.source):
             raise RuntimeError(
                 f"evaluation of '{name}' counted {result.metrics['examples']} of "

@@ -43,6 +43,8 @@ def match(own, names, kind=CLASS):
     (["b", "a"], ["a", "b"], [1, 0]),  # another order
     (["c"], ["a", "b", "c"], [2]),  # a class alone
     (["a", "c"], ["c", "b", "a"], [2, 0]),
+    (["0", "1", "10", "3"], ["0", "1", "10", "2", "3"], [0, 1, 2, 4]),  # folders sort as text
+    (["a", "1"], ["a", "b", "1"], [0, 2]),
     (["0", "1"], ["0", "1", "2"], [0, 1]),  # numbers that do not reach the last one
     (["0", "1", "2"], ["0", "1"], [0, 1, 2]),  # or beyond: the head may have it
     (["cat", "1"], ["cat", "dog", "2"], [0, 1]),  # numbers, of which some have names
@@ -74,6 +76,7 @@ def test_maps_by_name():
     (["Cat"], ["cat"], "did you mean cat?"),
     (["cat "], ["cat"], "('cat ') is not among"),
     (["a", "b", "c", "d", "e"], ["x"], "('a', 'b', 'c' and 2 more)"),
+    (["0", "1", "10", "2"], ["0", "1", "10", "3"], "1 of its 4 classes ('2') is not among"),
     (["a", "a"], ["a", "b"], "'a' names several classes"),
     (["a"], ["b", "a", "a"], "the run: 'a' names several classes"),
 ])  # fmt: skip

@@ -8,6 +8,8 @@ Two layouts: `root/split/class/*.jpg` (jpg, jpeg, png, webp), or a `labels.json`
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,13 @@ class ImageFiles:
       paths: the files, sorted by class and name (in a labels.json: as listed).
       labels: class of each.
       class_names: sorted.
+      notes: what was left out, and classes without an image.
     """
 
     paths: tuple[str, ...]
     labels: tuple[int, ...]
     class_names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     kind = CLASS
 
@@ -69,19 +73,33 @@ def open_image_folder(root: Path, split: str, num_classes: int = 0) -> ImageFile
     folders = [d for d in (root / split).iterdir() if d.is_dir() and not _is_hidden(d.name)]
     names = sorted(folder.name for folder in folders)
     numbers = {name: number for number, name in enumerate(names)}
-    paths = sorted(
-        path
-        for folder in folders
-        for path in folder.iterdir()
-        if path.suffix.lower() in SUFFIXES and not _is_hidden(path.name)
-    )
+    files = [p for folder in folders for p in folder.rglob("*") if not _is_hidden(p.name)]
+    paths = sorted(p for p in files if p.suffix.lower() in SUFFIXES and p.parent.name in numbers)
+    paths = [path for path in paths if path.parent.parent == root / split]
     if not paths:
         raise ConfigError(
             f"data split {split!r}: no {', '.join(sorted(SUFFIXES))} file in "
             f"{root / split}/<class>/. Put the images there, in one folder for each class."
         )
     labels = tuple(numbers[path.parent.name] for path in paths)
-    return ImageFiles(tuple(map(str, paths)), labels, tuple(names))
+    notes = _notes(names, labels, [path for path in files if path.is_file()], paths)
+    return ImageFiles(tuple(map(str, paths)), labels, tuple(names), notes)
+
+
+def _notes(
+    names: list[str], labels: Sequence[int], files: list[Path], taken: list[Path]
+) -> tuple[str, ...]:
+    """What is left out of a folder, by suffix, and classes that have no image."""
+    empty = [name for number, name in enumerate(names) if number not in set(labels)]
+    left = Counter(
+        "in deeper folders" if path.suffix.lower() in SUFFIXES else path.suffix or "without suffix"
+        for path in set(files).difference(taken)
+    )
+    said = [f"no image in {len(empty)} classes: {', '.join(empty[:5])}"] if empty else []
+    if left:
+        listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(left.items()))
+        said.append(f"{sum(left.values())} files are left out: {listed}")
+    return tuple(said)
 
 
 def _is_entry(entry: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,18 +39,31 @@ class MaskFiles:
       images, masks: the files, sorted by name.
       legend: what the masks mean.
       size: greatest height and width of a mask.
+      counts: pixels of every id in all masks.
     """
 
     images: tuple[str, ...]
     masks: tuple[str, ...]
     legend: Legend
     size: tuple[int, int]
+    counts: tuple[int, ...]
 
     kind = MAP
 
     @property
     def class_names(self) -> tuple[str, ...]:
         return self.legend.class_names
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is odd of the split, in words."""
+        legend = self.legend
+        named = zip(legend.ids, legend.class_names, strict=True)
+        missing = [name for number, name in named if not self.counts[number]]
+        if not missing:
+            return ()
+        listed = ", ".join(map(repr, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        return (f"{len(missing)} of {len(legend.ids)} classes are in no mask: {listed}",)
 
     def largest(self) -> tuple[int, int]:
         return self.size
@@ -128,14 +141,45 @@ def _checked(images: Path, labels: Path, legend: Legend, *_times: int) -> MaskFi
         )
     names = sorted(pictures)
 
-    def look(name: str) -> tuple[int, int]:
+    def look(name: str) -> tuple[tuple[int, int], np.ndarray]:
         return _look(pictures[name], masks[name], legend)
 
     with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 16)) as threads:
-        sizes = np.array(list(threads.map(look, names)))
-    height, width = sizes.max(0).tolist()
+        sizes, counted = zip(*threads.map(look, names), strict=True)
+    height, width = np.array(sizes).max(0).tolist()
+    counts = tuple(np.sum(counted, axis=0).tolist())
+    _check_counts(counts, legend, labels)
     files = (tuple(str(found[name]) for name in names) for found in (pictures, masks))
-    return MaskFiles(*files, legend, (height, width))
+    return MaskFiles(*files, legend, (height, width), counts)
+
+
+def _check_counts(counts: Sequence[int], legend: Legend, folder: Path) -> None:
+    """Refuses a split in which nothing counts, or the foreground does not for want of a word.
+
+    Args:
+      counts: pixels of every id.
+      legend: of the ids.
+      folder: of the masks, for messages.
+
+    Raises:
+      ConfigError: naming the ignored id and where it is said.
+    """
+    ignored, known = counts[legend.ignore], [counts[number] for number in legend.ids]
+    if not any(known):
+        raise ConfigError(
+            f"{folder}: no pixel of its masks counts, all {ignored} are of the ignored id "
+            f'{legend.ignore}. Mend "ignore_id" in meta.json or config.data.ignore, or the masks.'
+        )
+    # Pixels of the commonest class are the background of most data sets.
+    foreground = sum(known) - max(known)
+    if legend.by_default and ignored > foreground:
+        raise ConfigError(
+            f"{folder}: {ignored / sum(counts):.0%} of the pixels have the id {legend.ignore}, "
+            "ignored since nothing says otherwise; all classes but the commonest have "
+            f"{foreground / sum(counts):.0%}. If {legend.ignore} is a class, list it in meta.json "
+            'and name another "ignore_id"; if it is to be ignored, write "ignore_id": '
+            f"{legend.ignore} there, or set config.data.ignore."
+        )
 
 
 def _by_name(folder: Path, suffixes: frozenset[str]) -> dict[str, Path]:
@@ -152,8 +196,8 @@ def _by_name(folder: Path, suffixes: frozenset[str]) -> dict[str, Path]:
     return found
 
 
-def _look(picture: Path, mask: Path, legend: Legend) -> tuple[int, int]:
-    """Size (h, w) of a mask, after all that can be wrong with it."""
+def _look(picture: Path, mask: Path, legend: Legend) -> tuple[tuple[int, int], np.ndarray]:
+    """Size (h, w) of a mask and its pixels by id, after all that can be wrong with it."""
     ids = read_mask(mask)
     try:
         with Image.open(picture) as image, Image.open(mask) as beside:
@@ -174,4 +218,4 @@ def _look(picture: Path, mask: Path, legend: Legend) -> tuple[int, int]:
             f"{size[0]}x{size[1]}. Make them of one size."
         )
     legend.labels(ids, str(mask))
-    return size
+    return size, np.bincount(ids.ravel(), minlength=256)

@@ -71,3 +71,60 @@ def test_what_systems_leave_behind_is_no_class_and_no_image(tmp_path):
         Image.new("RGB", (4, 4)).save(tmp_path / name)
     source = open_source({"source": "image_folder", "dir": str(tmp_path), "name": ""}, "train")
     assert source.class_names == ("cat", "dog") and len(source) == 2
+
+
+def masks(path, content, meta):
+    for name in ("images", "labels"):
+        (path / name / "train").mkdir(parents=True)
+    (path / "meta.json").write_text(json.dumps(meta))
+    Image.new("RGB", (10, 10)).save(path / "images" / "train" / "0.png")
+    ids = np.repeat(np.array(content, np.uint8), 10).reshape(10, 10)
+    Image.fromarray(ids).save(path / "labels" / "train" / "0.png")
+    return {"source": "segmentation_folder", "dir": str(path), "name": ""}
+
+
+@pytest.mark.parametrize(("content", "meta", "message"), [
+    # Foreground that is 255, which nobody said is to be ignored.
+    ([0] * 7 + [255] * 3, {"classes": ["bg", "thing"]}, "30% of the pixels have the id 255, igno"),
+    ([0] * 5 + [1] + [255] * 4, ["bg", "thing"], "all classes but the commonest have 10%"),
+    ([0] * 9 + [255], {"classes": [{"id": 0, "name": "a"}, {"id": 255, "name": "b"}]},
+     "lists id 255 as a class, which is the ignored id unless another is named"),
+    # Nothing that counts, whoever said it.
+    ([255] * 10, {"classes": ["bg", "thing"], "ignore_id": 255}, "no pixel of its masks counts"),
+    ([255] * 10, ["bg", "thing"], "no pixel of its masks counts, all 100 are of the ignored id 255"),
+    ([0] * 10, {"classes": ["bg", "thing"], "ignore_id": 0}, "no pixel of its masks counts"),
+])  # fmt: skip
+def test_a_foreground_that_is_ignored_by_mistake(tmp_path, content, meta, message):
+    with pytest.raises(ConfigError) as said:
+        open_source(masks(tmp_path, content, meta), "train")
+    assert message in str(said.value) and "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize(("content", "meta", "notes"), [
+    ([0] * 6 + [1] * 3 + [255], ["bg", "thing"], ()),  # a border that does not count
+    ([0] * 3 + [255] * 7, {"classes": ["bg", "thing"], "ignore_id": 255},
+     ("1 of 2 classes are in no mask: 'thing'",)),
+    ([0] * 10, ["bg", "thing", "other"], ("2 of 3 classes are in no mask: 'thing', 'other'",)),
+])  # fmt: skip
+def test_what_is_said_to_be_ignored_is(tmp_path, content, meta, notes):
+    assert open_source(masks(tmp_path, content, meta), "train").reader.notes == notes
+
+
+def test_what_a_folder_leaves_out_is_said(tmp_path):
+    for name in (
+        "train/cat/a.png",
+        "train/cat/notes.txt",
+        "train/cat/b.bmp",
+        "train/dog/sub/c.png",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("txt"):
+            (tmp_path / name).write_text("no image")
+        else:
+            Image.new("RGB", (4, 4)).save(tmp_path / name)
+    source = open_source({"source": "image_folder", "dir": str(tmp_path), "name": ""}, "train")
+    assert source.class_names == ("cat", "dog") and len(source) == 1
+    assert source.reader.notes == (
+        "no image in 1 classes: dog",
+        "3 files are left out: 1 .bmp, 1 .txt, 1 in deeper folders",
+    )
