@@ -33,7 +33,9 @@ def default_workdir(config_flag: str) -> str:
 
 def fail(message: str) -> NoReturn:
     """Ends with one line on what the user has to mend."""
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    from cropr_jax.host.messages import printable
+
+    print("error: " + " ".join(printable(message).split()), file=sys.stderr)
     sys.exit(2)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from cropr_jax.errors import ConfigError
+from cropr_jax.host.messages import printable
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
@@ -45,5 +46,5 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)

@@ -30,3 +30,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if close := difflib.get_close_matches(name, known, 3, 0.5):
         return f"did you mean {' or '.join(close)}?"
     return f"there are {', '.join(known)}" if known else "there are none below it"
+
+
+def printable(text: str) -> str:
+    """A text that every file and terminal can take: what UTF-8 has not is escaped.
+
+    Names of files that are not UTF-8 reach Python as lone surrogates.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

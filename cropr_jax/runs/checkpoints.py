@@ -46,17 +46,47 @@ def _stored(path: Path) -> dict[str, Any]:
       CheckpointError: if `path` is no checkpoint.
     """
     try:
-        return ocp.metadata(str(path)).metadata
-    except (FileNotFoundError, ValueError, KeyError) as error:
+        found = ocp.metadata(str(path)).metadata
+    # Whatever a damaged file makes Orbax raise.
+    except Exception as error:
         raise CheckpointError(
             f"'{path}' is not a readable checkpoint ({first_line(error)}): give a step directory "
-            f"such as WORKDIR/{DIRECTORY}/1000"
+            f"such as WORKDIR/{DIRECTORY}/1000{_others(path)}"
         ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"'{path}' is damaged: its list of arrays cannot be read{_others(path)}"
+        )
+    return found
+
+
+def _load(path: Path, request: Any) -> Any:
+    """What `request` asks for of a step.
+
+    Raises:
+      CheckpointError: if its files are damaged.
+    """
+    try:
+        return ocp.load(str(path), request)
+    except Exception as error:
+        raise CheckpointError(
+            f"'{path}' cannot be read ({first_line(error)}): its files are damaged or missing"
+            f"{_others(path)}"
+        ) from error
+
+
+def _others(path: Path) -> str:
+    """The steps beside a damaged one, from which a run can go on."""
+    steps = [p.name for p in path.parent.glob("*") if p.name.isdecimal() and p != path]
+    if not steps:
+        return ""
+    newest = max(steps, key=int)
+    return f"; to go on from step {newest}, which is there too, remove this one"
 
 
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def check_tree(
@@ -114,7 +144,7 @@ def restore(path: Path, wanted: Any) -> Any:
     # Parameters first: their names say more to the reader than those of the moments.
     check_tree({"params": tree["params"]}, {"params": stored.get("params", {})}, path)
     check_tree(tree, stored, path)
-    loaded = {"teacher": None, **ocp.load(str(path), tree)}
+    loaded = {"teacher": None, **_load(path, tree)}
     restored: Any = serialization.from_state_dict(wanted, loaded)
     return restored
 
@@ -164,7 +194,7 @@ def restore_params(path: Path, wanted: Mapping[str, Any], average: bool = True) 
             for parent in parents:
                 node = node[parent]
             node[last] = leaf
-    loaded = ocp.load(str(path), request)
+    loaded = _load(path, request)
     params = flatten(loaded["params"])
     found = {n: loaded["ema"][n] if n in smoothed else params[n] for n in leaves}
     return unflatten(found)

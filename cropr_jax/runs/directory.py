@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from cropr_jax import tasks
 from cropr_jax.errors import CheckpointError
+from cropr_jax.host.files import read_json
 from cropr_jax.runs import checkpoints
 
 CONFIG = "config.json"
@@ -24,21 +24,42 @@ def config(workdir: Path) -> dict[str, Any]:
     """The resolved config that the run was started with.
 
     Raises:
-      CheckpointError: if there is none.
+      ConfigError: if there is none, or it is damaged.
     """
-    try:
-        return json.loads((workdir / CONFIG).read_text())
-    except FileNotFoundError as error:
+    if not (workdir / CONFIG).exists():
         raise CheckpointError(
             f"'{workdir}' has no {CONFIG}: give a work directory of a run, or one of its steps "
             f"such as WORKDIR/{checkpoints.DIRECTORY}/1000"
-        ) from error
+        )
+    found = read_json(workdir / CONFIG)
+    sections = ("model", "preprocess")
+    if (
+        not isinstance(found, dict)
+        or not isinstance(found.get("task"), str)
+        or not all(isinstance(found.get(name), dict) for name in sections)
+    ):
+        raise CheckpointError(
+            f"'{workdir / CONFIG}' is not the config of a run: copy it again; the command that "
+            "began the run prints it too (--print_config)"
+        )
+    return found
 
 
 def about(workdir: Path) -> dict[str, Any]:
-    """What the run wrote down of itself: `class_names`, `metric`, `versions`, `revision`."""
+    """What the run wrote down of itself: `class_names`, `metric`, `versions`, `revision`.
+
+    Raises:
+      ConfigError: if that is damaged.
+    """
     path = workdir / ABOUT
-    return json.loads(path.read_text()) if path.exists() else {}
+    found = read_json(path) if path.exists() else {}
+    names = found.get("class_names", []) if isinstance(found, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"'{path}' is not what a run writes of itself: remove it, and the next start of the "
+            "run writes it again; until then classes are named by number"
+        )
+    return found
 
 
 def class_names(workdir: Path) -> tuple[str, ...]:

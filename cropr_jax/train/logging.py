@@ -13,13 +13,15 @@ import jax
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from cropr_jax.host.messages import printable
+
 METRICS = "metrics.jsonl"
 
 
 def say(text: str) -> None:
     """One message on standard output, from the first process only, above the progress bar."""
     if jax.process_index() == 0:
-        tqdm.write(text, file=sys.stdout)
+        tqdm.write(printable(text), file=sys.stdout)
         sys.stdout.flush()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-import json
+import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ import jax
 from cropr_jax.core.schedule import Schedule
 from cropr_jax.data import pipeline
 from cropr_jax.errors import ConfigError, WorkerError
-from cropr_jax.host.files import write_json
+from cropr_jax.host.files import locked, write_json
 from cropr_jax.host.version import revision, versions
 from cropr_jax.runs import checkpoints, directory
 from cropr_jax.runs.writer import Checkpoints
@@ -38,7 +38,7 @@ def _claim(workdir: Path, resolved: Recipe) -> None:
     """Makes the work directory this config's, or checks that it is."""
     path = workdir / directory.CONFIG
     if path.exists():
-        fields.check_same(resolved.config, json.loads(path.read_text()), workdir)
+        fields.check_same(resolved.config, directory.config(workdir), workdir)
     if jax.process_index() > 0:
         return
     known = directory.class_names(workdir)
@@ -100,11 +100,20 @@ def train(config: Any, workdir: str | Path) -> dict[str, Any] | None:
     """
     workdir = Path(workdir).expanduser().absolute()
     resolved = _prepare(config, workdir)
-    if not checkpoints.started(workdir):  # what a checkpoint has is not read again
+    with contextlib.ExitStack() as held:
+        if jax.process_index() == 0:
+            held.enter_context(locked(workdir))
+        return _train(resolved, workdir)
+
+
+def _train(resolved: Recipe, workdir: Path) -> dict[str, Any] | None:
+    """The run, in a directory that no other one has."""
+    # Orbax makes its readers meet, so all processes must look before one of them makes anything.
+    started = checkpoints.started(workdir)
+    wait_for_all("looked for checkpoints")
+    if not started:  # what a checkpoint has is not read again
         for field in ("init", "teacher"):
             initial.check_path(resolved.config[field], f"config.{field}")
-    # Orbax makes its readers meet, so all processes must look before one of them makes anything.
-    wait_for_all("looked for checkpoints")
     _claim(workdir, resolved)
     run = Run(resolved)
     with (

@@ -18,6 +18,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
+from cropr_jax.visualize.save import save
+
 # Pairs of image and map in one row, and the height of one in inches.
 PAIRS = 4
 INCHES = 1.7
@@ -134,7 +136,7 @@ def pruning_figure(
         left.set_title(title, fontsize=8, loc="left", pad=3)
         draw_map(right, images[i], pruned_after[i], last)
     legend_of_blocks(legend, last)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def draw_map(

@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from cropr_jax.visualize.save import save
 from cropr_jax.visualize.tradeoff import label
 
 
@@ -36,4 +37,4 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, metric: str) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(f"{metric} (%) of each seed")
     axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=150)
+    save(figure, path, dpi=150)

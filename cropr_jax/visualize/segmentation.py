@@ -12,6 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
 from cropr_jax.visualize.pruning import BAR, INCHES, draw_map, legend_of_blocks
+from cropr_jax.visualize.save import save
 
 # How much of a pixel is its class's colour; the rest is the image.
 OVERLAY = 0.65
@@ -94,7 +95,7 @@ def segmentation_figure(
     _legend_of_classes(colors, names, class_names)
     for bar in rest:
         legend_of_blocks(bar, last)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _draw_rows(
@@ -141,8 +142,8 @@ def _legend_of_classes(figure: SubFigure, labels: Sequence[int], names: Sequence
     axis = figure.subplots(1, 1)
     axis.axis("off")
     colors = class_colors(len(names))
-    axis.legend(
-        handles=[Patch(color=colors[label], label=names[label]) for label in labels],
+    legend = axis.legend(
+        handles=[Patch(color=colors[label], label="class") for label in labels],
         loc="center",
         ncols=NAMES_IN_ROW,
         frameon=False,
@@ -150,3 +151,6 @@ def _legend_of_classes(figure: SubFigure, labels: Sequence[int], names: Sequence
         handlelength=1.0,
         columnspacing=1.0,
     )
+    # Given as labels, names that begin with "_" would be left out.
+    for text, label in zip(legend.get_texts(), labels, strict=True):
+        text.set_text(names[label])

@@ -9,6 +9,8 @@ from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from cropr_jax.visualize.save import save
+
 
 def label(reduction: str, schedule: str, fusion: str) -> str:
     """What a row is called in pictures: 'cropr per-block llf'."""
@@ -56,4 +58,4 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, metric: str) -> None:
     axes.set_ylabel(f"{metric} (%); bars: lowest and highest seed")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    save(figure, path, dpi=150)

@@ -1,12 +1,16 @@
 """Files are whole at any moment, whenever their writer dies."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import environment
 
 from cropr_jax.errors import ConfigError
-from cropr_jax.host.files import new_file, write_json
+from cropr_jax.host.files import locked, new_file, write_json
 
 
 class Killed(BaseException):
@@ -119,3 +123,30 @@ def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     with new_file("~/model.onnx") as part:
         part.write_text("x")
     assert (tmp_path / "model.onnx").read_text() == "x"
+
+
+def test_a_folder_is_locked_for_one(tmp_path):
+    place = tmp_path / "deep" / "run"
+    with locked(place):
+        message = rf"is in use by process {os.getpid()} on .*: wait"
+        with pytest.raises(ConfigError, match=message), locked(place):
+            pytest.fail("entered twice")
+    with locked(place):
+        pass
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    program = (
+        "import os, sys, pathlib\nfrom cropr_jax.host.files import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n    os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment(), check=False)
+    with locked(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "run"
+    with pytest.raises(ConfigError, match="cannot write to .*file/run"), locked(place):
+        pass

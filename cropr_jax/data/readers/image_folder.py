@@ -7,7 +7,6 @@ Two layouts: `root/split/class/*.jpg` (jpg, jpeg, png, webp), or a `labels.json`
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from cropr_jax.data.records import CLASS
 from cropr_jax.errors import ConfigError
+from cropr_jax.host.files import read_json
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 
@@ -111,18 +111,6 @@ def _is_entry(entry: Any) -> bool:
         and not isinstance(entry.get("label"), bool)
         and isinstance(entry.get("name", ""), str)
     )
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file, with or without a byte-order mark.
-
-    Raises:
-      ConfigError: naming the file and the place, if it is no JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: no JSON that can be read ({error}). Mend it.") from error
 
 
 def _is_hidden(name: str) -> bool:

@@ -26,9 +26,10 @@ from cropr_jax.data.annotations import (
     orientation,
     read_mask,
 )
-from cropr_jax.data.readers.image_folder import SUFFIXES, read_json
+from cropr_jax.data.readers.image_folder import SUFFIXES
 from cropr_jax.data.records import MAP
 from cropr_jax.errors import ConfigError
+from cropr_jax.host.files import read_json
 
 
 @dataclass(frozen=True)
