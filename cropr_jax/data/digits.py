@@ -11,11 +11,15 @@ import fcntl
 import io
 import logging
 import os
+import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import tensorflow_datasets as tfds
 from PIL import Image
+
+from cropr_jax.errors import ConfigError
 
 SPLIT_SEED = 0
 TEST_SHARE = 0.2
@@ -85,20 +89,45 @@ def prepare(folder: str = "") -> Path:
     """Makes the data set in `folder` unless it is there, silently, and returns where it lies.
 
     Args:
-      folder: TFDS data folder; by default `$CROPR_DATA_DIR`, else `~/.cache/cropr_jax/tfds`.
+      folder: TFDS data folder; by default `$CROPR_DATA_DIR`, else `~/.cache/cropr_jax/tfds`, or,
+        with a warning, a folder for temporary files where that cannot be written.
+
+    Raises:
+      ConfigError: if a folder that was named cannot be written.
     """
-    folder = folder or os.environ.get("CROPR_DATA_DIR") or "~/.cache/cropr_jax/tfds"
-    folder = os.path.expanduser(folder)
+    folder = os.path.expanduser(folder or os.environ.get("CROPR_DATA_DIR") or _default())
     builder = CroprDigits(data_dir=folder, file_format="array_record")
     prepared = Path(builder.data_dir)
     if not (prepared / "dataset_info.json").is_file():
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"config.data.dir: cannot write the digits to '{folder}' ({error.strerror}); name "
+                "another folder"
+            ) from error
         with open(os.path.join(folder, "cropr_digits.lock"), "w") as lock:
             # Two processes of one run come here together; the second finds the work done.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (prepared / "dataset_info.json").is_file():
                 _prepare(folder)
     return prepared
+
+
+def _default() -> str:
+    """The user's cache, or a folder for temporary files where there is none."""
+    folder = os.path.expanduser("~/.cache/cropr_jax/tfds")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        found = os.path.join(tempfile.gettempdir(), f"cropr_jax-{os.getuid()}", "tfds")
+        print(
+            f"warning: '{folder}' cannot be written ({error.strerror}): the digits are kept in "
+            f"'{found}'",
+            file=sys.stderr,
+        )
+        return found
+    return folder
 
 
 def _prepare(folder: str) -> None:

@@ -10,6 +10,7 @@ from sklearn.datasets import load_digits
 
 from cropr_jax.data import digits, preprocess
 from cropr_jax.data.open import open_source
+from cropr_jax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,3 +69,16 @@ def test_folder_from_the_environment(tmp_path, monkeypatch):
 
 def test_values_span_the_range():
     np.testing.assert_array_equal(digits.to_uint8(np.array([0.0, 8.0, 16.0])), [0, 128, 255])
+
+
+def test_a_home_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", "/proc/none")
+    monkeypatch.delenv("CROPR_DATA_DIR", raising=False)
+    monkeypatch.setattr(digits.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert str(tmp_path) in digits._default()
+    assert "warning: '/proc/none/.cache/cropr_jax/tfds' cannot be" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_named_and_cannot_be_written_is_one_line():
+    with pytest.raises(ConfigError, match="data.dir: cannot write the digits to '/proc/none"):
+        digits.prepare("/proc/none/digits")

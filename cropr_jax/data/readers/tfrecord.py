@@ -19,6 +19,7 @@ from pathlib import Path
 
 import google_crc32c
 import numpy as np
+from absl import logging
 
 from cropr_jax.errors import ConfigError
 
@@ -94,22 +95,44 @@ def scan_offsets(path: str | os.PathLike) -> np.ndarray:
 
 
 def load_offsets(path: str | os.PathLike) -> np.ndarray:
-    """`scan_offsets` through the cache; a changed file is scanned again."""
+    """`scan_offsets` through the cache; a changed file, or a damaged index, is scanned again.
+
+    A cache that cannot be written costs a warning, and the scan of every start.
+    """
     path = os.path.abspath(path)
     if not os.path.isfile(path):
         return scan_offsets(path)
     stat = os.stat(path)
     key = hashlib.sha256(f"{path}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:32]
     cached = cache_dir() / "tfrecord_index" / f"{key}.npy"
-    if cached.is_file():
-        return np.load(cached)
+    if (kept := _kept(cached, stat.st_size)) is not None:
+        return kept
     offsets = scan_offsets(path)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside and renamed, so that a second process never reads half an index.
-    with tempfile.NamedTemporaryFile(dir=cached.parent, suffix=".tmp", delete=False) as file:
-        np.save(file, offsets)
-    os.replace(file.name, cached)
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        # Written aside and renamed, so that a second process never reads half an index.
+        with tempfile.NamedTemporaryFile(dir=cached.parent, suffix=".tmp", delete=False) as file:
+            np.save(file, offsets)
+        os.replace(file.name, cached)
+    except OSError as error:
+        logging.warning("the index of %s cannot be kept in %s (%s)", path, cached.parent, error)
     return offsets
+
+
+def _kept(cached: Path, size: int) -> np.ndarray | None:
+    """The offsets of a cached index; None if there is none, or it is damaged.
+
+    Args:
+      cached: file of the index.
+      size: of the file that it is of, in bytes.
+    """
+    try:
+        with cached.open("rb") as file:
+            offsets = np.load(file)
+    except (OSError, ValueError, EOFError):
+        return None
+    whole = offsets.ndim == 1 and offsets.dtype == np.int64 and offsets.size > 0
+    return offsets if whole and offsets[-1] == size else None
 
 
 class TFRecordReader:

@@ -126,3 +126,30 @@ def test_more_shards_than_open_files_allowed(tmp_path, monkeypatch):
     reader = tfrecord.TFRecordReader(paths, [1] * 5)
     assert [reader[i] for i in range(5)] == [bytes([i]) for i in range(5)]
     assert len(reader._files) == 2
+
+
+@pytest.mark.parametrize("damage", [
+    lambda file: file.write_bytes(b""),
+    lambda file: file.write_bytes(file.read_bytes()[:90]),
+    lambda file: file.write_bytes(file.read_bytes()[:-8]),
+    lambda file: file.write_text("no array"),
+    lambda file: np.save(file, np.array(["text"])),
+    lambda file: np.save(file, np.zeros(0, np.int64)),
+    lambda file: np.save(file, np.arange(3)),
+])  # fmt: skip
+def test_a_damaged_index_heals(tmp_path, damage):
+    path = tmp_path / "a.tfrecord"
+    tfrecord.write_records(path, [b"one", b"three"])
+    expected = tfrecord.load_offsets(path)
+    (index,) = tfrecord.cache_dir().rglob("*.npy")
+    damage(index)
+    np.testing.assert_array_equal(tfrecord.load_offsets(path), expected)
+    np.testing.assert_array_equal(np.load(index), expected)
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "a.tfrecord"
+    tfrecord.write_records(path, [b"one", b"three"])
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    np.testing.assert_array_equal(tfrecord.load_offsets(path), tfrecord.scan_offsets(path))
+    assert "cannot be kept in /proc/none/cropr_jax" in caplog.text
