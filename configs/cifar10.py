@@ -26,12 +26,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
         arg, variants=("vit_ti", "vit_s", "vit_b", "vit_l"), source="arrays", norm="half"
     )
     config = base.make(arg)
+    res = arg.res or 128
     return fine_tuning.make(
         config,
         arg,
         data=arguments.pick("source", arg.source, SOURCES),
         spec=VARIANTS[arg.variant.removeprefix("vit_")],
-        rate=RATES[arg.variant],
-        res=arg.res or 128,
+        rate=RATES[arg.variant] * res * res // 128**2,
+        res=res,
         num_classes=10,
     )

@@ -1,7 +1,6 @@
 """Files that are whole at any moment: written beside, then renamed."""
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -48,6 +47,8 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
       ConfigError: if another process has it, or the folder cannot be written.
     """
+    import fcntl  # which Windows has not, where runs are read and not trained
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+")

@@ -201,6 +201,11 @@ class Predictor:
         return self.preprocess
 
     def _run(self, images: Any, preprocess: bool, outputs: tuple[str, ...]):
+        if isinstance(images, str | Path):
+            raise ValueError(
+                f"images are one path, {str(images)!r}: pass a list of them, as in "
+                f"predictor([{str(images)!r}], preprocess=True)"
+            )
         if preprocess:
             images = self.prepare(images)
         if not hasattr(images, "shape"):

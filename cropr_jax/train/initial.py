@@ -23,9 +23,15 @@ def check_path(path: str, field: str = "config.init") -> None:
       ConfigError: naming it and the field.
     """
     if path and "://" not in path and not Path(path).expanduser().exists():
+        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", path)
+        hint = (
+            f"; a file of the Hugging Face hub is named as in 'hf://{path}/model.safetensors'"
+            if of_hub
+            else ""
+        )
         raise ConfigError(
             f"{field}: '{path}' does not exist; expected a file of weights (.npz, .safetensors "
-            "or .pth), or a work or step directory of a run"
+            f"or .pth), or a work or step directory of a run{hint}"
         )
 
 

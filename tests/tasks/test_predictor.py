@@ -184,6 +184,8 @@ def test_wrong_input():
     predictor = Predictor.from_model(model, params)
     with pytest.raises(ValueError, match=r"expected \[b, 16, 24, 3\]"):
         predictor(np.zeros((1, 8, 8, 3), np.float32))
+    with pytest.raises(ValueError, match=r"one path, 'cat.jpg': pass a list .*predictor\(\['cat"):
+        predictor("cat.jpg", preprocess=True)
     with pytest.raises(ValueError, match="int32, expected uint8 or float32"):
         predictor(np.zeros((1, 16, 24, 3), np.int32))
     with pytest.raises(ValueError, match="preprocess=True"):

@@ -209,3 +209,13 @@ def test_unknown_rules_are_refused_early():
     config.init_resampling = "lanczos"
     with pytest.raises(ConfigError, match="config.init_resampling: found 'lanczos', expected"):
         recipe.resolve(config)
+
+
+@pytest.mark.parametrize(("path", "hint"), [
+    ("timm/vit_tiny_patch16_224", "named as in 'hf://timm/vit_tiny_patch16_224/model.safetensors'"),
+    ("none.npz", "a work or step directory of a run"),
+])  # fmt: skip
+def test_a_name_of_the_hub_is_told_apart(path, hint):
+    with pytest.raises(ConfigError) as said:
+        initial.check_path(path)
+    assert hint in str(said.value)
