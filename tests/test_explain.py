@@ -33,3 +33,15 @@ def test_unpruned_model_has_nothing_to_show(tmp_path):
     predictor = ClassificationPredictor.from_model(model, params, PREPROCESS)
     with pytest.raises(ConfigError, match="'none' prunes no patches"):
         predictor.explain([np.zeros((20, 30, 3), np.uint8)], tmp_path / "out.png")
+
+
+@pytest.mark.parametrize(("output", "message"), [
+    ("none/x.png", "'none' is no folder that can be written"),
+    ("x.foo", "expected a name that ends in one of .eps"),
+    ("x", "expected a name that ends in one of"),
+])  # fmt: skip
+def test_an_output_that_cannot_be_is_refused_first(output, message, monkeypatch):
+    monkeypatch.setattr(explain, "load", lambda _: pytest.fail("loaded"))
+    with pytest.raises(ConfigError) as said:
+        explain.main(["--workdir", "run", "--output", output, "cat.png"])
+    assert message in str(said.value)

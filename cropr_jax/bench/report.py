@@ -91,7 +91,7 @@ class Report:
         """
         self.path = Path(path) if path else None
         self.content: dict[str, Any] = {"rows": [], **environment()}
-        if not self.path or not self.path.exists():
+        if not self.path or not self.path.exists() or not self.path.stat().st_size:
             return
         try:
             before = json.loads(self.path.read_text())

@@ -119,6 +119,7 @@ class Checkpoints:
         Raises:
           CheckpointError: if they cannot be written.
         """
+        self.wait()  # so that what is ranked is on disk
         before = self.best
         self._ranking[step] = dict(metrics)
         try:
@@ -128,7 +129,6 @@ class Checkpoints:
             raise CheckpointError(
                 f"writing to '{self.workdir}' failed ({first_line(error)})"
             ) from error
-        self.wait()
         after = self.best
         if before is not None and after is not None and before[0] != after[0]:
             if before[0] != self.last:
