@@ -264,7 +264,7 @@ def test_methods_without_positions_are_refused(monkeypatch):
     ("fields", "message"),
     [
         ({"heads": 3}, "model.heads: 3 heads do not divide the width 16"),
-        ({"heads": 0}, "model.heads: 0 heads do not divide"),
+        ({"heads": 0}, "model.heads: found 0, expected a whole"),
         ({"heads": 8}, "model.heads: rotary embeddings need a head width divisible by 4, found 2"),
         ({"options": {"heads": 5}}, "model.reduction.options.heads: 5 heads do not divide"),
         ({"mlp": "relu"}, "model.mlp: found 'relu', expected one of 'gelu'"),
