@@ -1,8 +1,10 @@
 """Token reduction methods by the name that configs use, and their options."""
 
 import dataclasses
+import functools
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from cropr_jax.core.reducer import Reducer
@@ -76,8 +78,13 @@ def _kind(default: Any) -> Kind:
 
 def meanings(name: str) -> dict[str, str]:
     """What the docstrings of a method's class, and of those it inherits from, say of attributes."""
+    return dict(_said(method(name)))
+
+
+@functools.cache
+def _said(of: type[Reducer]) -> Mapping[str, str]:
     found: dict[str, str] = {}
-    for kind in method(name).__mro__:
+    for kind in of.__mro__:
         text = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2]
         for names, meaning in re.findall(r"^  ([\w, ]+): (.*(?:\n    .*)*)", text, re.MULTILINE):
             for attribute in names.split(", "):

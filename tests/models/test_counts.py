@@ -33,7 +33,10 @@ def counts(model):
     return models.count(params), models.count(slim)
 
 
-@pytest.mark.parametrize("variant", COUNTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=pytest.mark.slow) if v in "hl" else v for v in COUNTS],
+)
 def test_parameters(variant):
     rate, unpruned, with_fusion, without = COUNTS[variant]
     assert set(COUNTS) == set(models.VARIANTS)

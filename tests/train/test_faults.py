@@ -62,6 +62,7 @@ def test_an_example_that_cannot_be_read(tmp_path, where, content):
     assert steps == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges(tmp_path):
     """Nothing that is not finite is kept, and the status is not that of a success."""
     config = tiny_config.get_config("reduction=random")

@@ -290,6 +290,7 @@ def test_loss_that_is_not_finite_ends_the_run():
         loop._check_finite(7, {"loss": float("nan")})
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_teacher(tmp_path, monkeypatch):
     """What is restored is bit by bit what was read, without reading it again."""
     config = tiny_config.get_config("reduction=dynamicvit")

@@ -54,6 +54,7 @@ def variants():
     yield tiny(name="eva02", layer_scale=1e-5)
 
 
+@pytest.mark.slow
 def test_rules_cover_every_variant():
     for model in variants():
         names = names_of(model)

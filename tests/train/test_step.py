@@ -126,6 +126,7 @@ def norm_of(grads):
     return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in grads.values()))
 
 
+@pytest.mark.slow
 def test_accumulation_equals_the_big_batch(whole):
     state, metrics, _ = whole
     model = tiny_model(drop_path=0.2)
